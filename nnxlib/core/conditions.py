@@ -4,17 +4,17 @@ The objects that the function captures, the *roots*, must be where they were. So
 (references.py) is made again.
 
 The numbers, texts and arrays that a function refers to are constants of the compiled function, as in JAX: it is not
-traced again when one of them changes. But where there was a number, or None, there may be a Module later. Then the
-function has to be traced again. So at each call the *types* are compared of what is at all places that the function may
-look at, where all constants count as one type:
+traced again when one of them changes. But where there was a number, or None, there may be a Module later, and then the
+function has to be traced again. So each call compares the *types* of what is at all places that the function may look
+at. All constants count as one type:
 
-- Members of a container, and attributes of a plain object, are compared all at once (:class:`Members`); of a dict also
-  their order, if its keys are simple: text, integers, or tuples of these.
-- What stands alone, in a closure, in globals or in a class, is looked up.
+- The members of a container, and the attributes of a plain object, are compared all at once (:class:`Members`); for a
+  dict also their order, if its keys are simple: text, integers, or tuples of these.
+- What stands alone, in a closure, in globals or in a class, is an :class:`End`, and is looked up.
 
 The functions, containers and objects on the ways to these places must be the same as before.
 
-All of it is looked up by the code of one function (straight.py), which is made when it is first needed.
+One function makes all these look-ups (straight.py). Its code is generated when it is first needed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .references import (
 from .static import dict_of
 from .straight import straight_line
 
-_MOST_MEMBERS = 100  # of a container whose members are compared at each call; of a longer one only the length is
+_MOST_MEMBERS = 100  # of a container whose members are compared; of a longer one only the length is
 _FUNCTIONS = types.FunctionType, types.MethodType, functools.partial
 _NO_HOLDERS = Identified, GraphDef, type, types.ModuleType, *_FUNCTIONS, threading.local, *weakref.ProxyTypes
 
@@ -57,7 +57,7 @@ class Conditions:
       found: what the function refers to.
       others: the ways to objects that are not captured.
       roots: those that are, and the ways to each.
-      functions: to which the conditions must not refer, since they will be kept on one of them.
+      functions: the conditions must not refer to these, since they will be kept on one of them.
     """
 
     steps: list[Step]
@@ -71,12 +71,12 @@ class Conditions:
         roots: Iterable[tuple[weakref.ref, Iterable[Way]]] = (),
         functions: Collection[Any] = (),
     ):
-        known, steps = set[int](), list[Step]()  # known: the ids of ways, and of what they lead over, see `Way.steps`
+        known, steps = set[int](), list[Step]()  # known: the ids of ways and holders, see `Way.steps`
         for root, ways in roots:
             directly = Step(LookUp(referent, root), root)
             last, *further = [step for way in ways for step in way.steps(known)] or [directly]
             steps += [last._replace(is_root=True), *further]
-        steps += [step for way in found.again for step in way.steps(known)]
+        steps += [step for way in found.alternatives for step in way.steps(known)]
         looked_at = found.looked_along([way for way in found.ways if _held_by(way.value)])
         containers = [(way, members) for way in looked_at for members in _held_by(way.value)]
         alone = found.looked_along([way for way in [*found.ends, *others] if _is_alone(way)])
@@ -94,29 +94,29 @@ class Conditions:
         return bool(self.steps or self.ends or self.members)
 
     @functools.cached_property
-    def straight(self) -> Callable[[], tuple[Any, ...] | None]:
+    def find_or_raise(self) -> Callable[[], tuple[Any, ...] | None]:
         """As :meth:`find`, but it may raise an error in place of None."""
         return straight_line(self.steps, self.ends, self.members)
 
     def find(self) -> tuple[Any, ...] | None:
-        """The roots, if each holder is at its place, and holds what is of the same type as before, or another constant.
+        """The roots, if all holders are where they were, and hold values of the same types as before, or constants.
 
-        None if not all is as it was.
+        None if not.
         """
         try:
-            return self.straight()
+            return self.find_or_raise()
         except Exception:  # of a look-up, or a container that another thread changes
             return None
 
 
 class End(NamedTuple):
-    """A place by itself."""
+    """A place that stands alone."""
 
     look_up: LookUp
     kind: types.CellType  # which holds the type of what is there
 
     def accepts(self, x: Any) -> bool:
-        """Whether this has come in the place of another constant, as a constant; then its type is noted."""
+        """Whether this is a constant in the place of another; then its type is noted."""
         accepted = is_constant_type(type(x)) and is_constant_type(self.kind.cell_contents)
         if accepted:
             self.kind.cell_contents = type(x)
@@ -124,10 +124,9 @@ class End(NamedTuple):
 
 
 class Members:
-    """The types of the members of a container, or of the attributes of an object, of which it keeps none alive.
+    """The types of the members of a container, or of the attributes of an object; it keeps no member alive.
 
-    They must stay as they are, in a dict under the same keys and in the same order, except that constants may come and
-    go.
+    They must stay as they are, and in a dict also the keys and their order, except that constants may come and go.
     """
 
     __slots__ = ("_container", "_count", "_others", "held", "is_mapping", "keyed", "keys", "types")
@@ -153,7 +152,7 @@ class Members:
         self.keyed, self.keys = (held, keys) if are_simple(keys) and keys else ((), [])
 
     def _others_now(self) -> list[Any]:
-        """The types of the members that are no constants, nor left there by a trace; with their keys, if simple."""
+        """The types of the members that are neither constants nor left over by a trace; with their keys, if simple."""
         held = self._container
         if not self.is_mapping:
             return [type(x) for x in held if _is_other(x)]
@@ -163,7 +162,7 @@ class Members:
         return [type(x) for x in (*keys, *held.values()) if _is_other(x)]
 
     def are_as_before(self) -> bool:
-        """Whether only constants have come or gone, where ``types`` are no longer those of what is ``held``."""
+        """Whether only constants have come or gone; to be asked if ``types`` are not those of ``held`` any more."""
         if self.types is None and len(self._container) == self._count:
             return True
         others = self._others_now()
@@ -174,14 +173,14 @@ class Members:
 
 
 def _is_other(x: Any) -> bool:
-    """Whether this is no constant, nor left where it is by a trace."""
+    """Whether this is neither a constant nor left over by a trace."""
     return not (is_constant_type(type(x)) or is_left_over(x))
 
 
 def _held_by(x: Any) -> list[Any]:
-    """What holds the members of a container, and the attributes of an object: containers; nothing for all else.
+    """The containers of the members of a container and of the attributes of an object; none for other values.
 
-    It is ``_FIXED`` for an object whose attributes cannot change.
+    ``_FIXED`` for an object whose attributes cannot change.
     """
     held = [x] if issubclass(type(x), MUTABLE_CONTAINERS) else []
     if type(x) in MUTABLE_CONTAINERS or issubclass(type(x), _NO_HOLDERS) or is_of_library(vars(type(x))):
@@ -198,7 +197,7 @@ def _is_frozen(x: Any) -> bool:
 
 
 def _is_alone(way: Way) -> bool:
-    """Whether what is at the end of a way may be replaced there, and is no member that :class:`Members` compares."""
+    """Whether the value at the end of a way may be replaced, and is no member that :class:`Members` compares."""
     if way.before is None or not _finds(way.look_up, type(way.value)):
         return False
     holder, kind = way.before.value, way.look_up.kind

@@ -1,8 +1,8 @@
 """Look-ups: the steps by which a function reaches what it refers to.
 
-A function refers to its closure, its defaults and its globals, and these hold other things in turn. A :class:`LookUp`
-is one step of this: a *holder*, a *key*, and what *kind* of look-up it is. It can be made again at any time, and finds
-what is there then. How steps are put together to ways is in references.py.
+A function refers to its closure, its defaults and its globals, and these hold other values in turn. A :class:`LookUp`
+is one step: a *holder*, a *key*, and the *kind* of look-up. It can be made at any time, and finds what is there then.
+How steps form ways is in references.py.
 
 :func:`look_ups_in` yields the look-ups in any object. Those in globals depend on what a function, or other code, names:
 :func:`globals_of`, :func:`globals_in`.
@@ -32,13 +32,13 @@ from .static import ATOMS, dict_of
 
 
 class Jitted:
-    """Base class of what ``nnx.jit`` makes of a function, which it has as ``__wrapped__``; see :func:`is_jitted`."""
+    """Base class of what ``nnx.jit`` returns, whose ``__wrapped__`` is the function; see :func:`is_jitted`."""
 
     __wrapped__: Callable
 
 
 def is_jitted(x: Any) -> bool:
-    """Whether ``nnx.jit`` or ``jax.jit`` has made this; then it does what the function does that it wraps."""
+    """Whether ``nnx.jit`` or ``jax.jit`` has made this; then it does what the wrapped function does."""
     return isinstance(x, Jitted) or type(x).__module__.startswith("jaxlib.")
 
 
@@ -62,15 +62,15 @@ class LookUp(NamedTuple):
 
     @property
     def address(self) -> Hashable:
-        """What is looked up, whatever the holder is: of two modules, or two objects, the same attribute, say."""
+        """What is looked up, regardless of the holder: the same attribute of two objects has the same address."""
         if self.kind is inside:
             return self.holder.address, self.key
         if self.kind is in_class:
-            return self.kind, weakly(self.holder), self.key
+            return self.kind, weak_key(self.holder), self.key
         if self.kind is not entry:
             return self.kind, self.key
         module = self.holder.get("__name__") if type(self.holder) is dict else None  # if these are its globals
-        return self.kind, module if type(module) is str else None, weakly(self.key)
+        return self.kind, module if type(module) is str else None, weak_key(self.key)
 
     def refers_to(self, functions: Collection[Any]) -> bool:
         """Whether it keeps one of these functions alive, or the attributes of one."""
@@ -90,12 +90,12 @@ def entry(mapping: Any, key: Any) -> Any:
 
 
 def absent(namespace: dict[str, Any], name: str) -> Any:
-    """A global, or a module that code imports, that is not there yet."""
+    """A global, or an imported module, that is not there yet."""
     return namespace.get(name)
 
 
 def own(attributes: dict[str, Any], name: str) -> Any:
-    """What is in the dict of the attributes of an object, which may get another dict."""
+    """An attribute of an object, in the dict of its attributes."""
     return attributes.get(name)
 
 
@@ -113,12 +113,12 @@ def in_closure(cell: types.CellType, name: str) -> Any:
 
 
 def in_class(cls: type, name: str) -> Any:
-    """What is in a class itself under a name, such as a property."""
+    """What a class itself has under a name: a property, say, instead of its value."""
     return vars(cls).get(name)
 
 
 def inside(module: LookUp, name: str) -> Any:
-    """What a module or class has under a name, when this is what another look-up finds."""
+    """What a module or class has under a name, if the module or class is found by another look-up."""
     return getattr(module.find(), "__dict__", {}).get(name)
 
 
@@ -136,7 +136,7 @@ def behind(proxy: Any, key: None) -> Any:
 
 
 def has_length(container: Any, length: int) -> bool:
-    """Not what is in a container, but whether it is as long as it was."""
+    """Whether a container has this length: a condition, not a value."""
     return len(container) == length
 
 
@@ -148,8 +148,8 @@ def itself(x: Any, key: None) -> Any:
 BY_NAME = attribute, entry, absent, own, in_class, inside  # kinds whose key is, as a rule, a name in code
 
 
-def weakly(key: Any) -> Any:
-    """A weak reference, which is equal to another one if the keys are; or what does not allow one, such as text."""
+def weak_key(key: Any) -> Any:
+    """A weak reference to a key, equal to another if the keys are; the key itself, if it allows none, as text."""
     try:
         return weakref.ref(key)
     except TypeError:
@@ -159,19 +159,19 @@ def weakly(key: Any) -> Any:
 # --- what there is to look up in an object --------------------------------------------------------------------------
 
 PROGRAMS = "_nnx_programs"  # an attribute of a function, see transforms/program.py
-# The methods that run without being named, by the syntax of Python; not those that make, compare, copy or print.
+# The methods that the syntax of Python calls, so without being named; not those that make, compare, copy or print.
 BY_SYNTAX = frozenset([f"__{name}__" for name in (
     "call getattr getattribute getitem contains iter next len bool enter exit get missing "
     "aenter aexit aiter anext await "
     "add radd sub rsub mul rmul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow "
     "lshift rlshift rshift rrshift or ror and rand xor rxor neg pos invert abs round reversed int float complex index"
 ).split()])  # fmt: skip
-# The types of most of what a class holds; to ask more of it would take a tenth of a search.
+# The types of most attributes of classes; to look at these more closely would take a tenth of the time of a search.
 _METHODS = {types.FunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType}
 
 
 def look_ups_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
-    """The look-ups in ``x``; none in nodes, which are looked into elsewhere, in arrays and in text.
+    """The look-ups in ``x``; none in arrays, text, or nodes, which are searched elsewhere.
 
     Of the methods and properties of a class only those with these names are looked up.
     """
@@ -200,7 +200,7 @@ def look_ups_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
         yield LookUp(in_context, x)
     elif isinstance(x, threading.local):  # each thread has attributes of its own
         yield from _attributes(x, *x.__dict__)
-    elif is_jitted(x):  # all else in it is ours, or JAX's own, except what users have attached
+    elif is_jitted(x):  # and what users have attached; all else in it is nnxlib's or JAX's own
         attached = [name for name in getattr(x, "__dict__", ()) if not name.startswith("_")]
         yield from _attributes(x, "__wrapped__", *attached)
     else:
@@ -211,9 +211,9 @@ def _attributes(x: Any, *names: str) -> list[LookUp]:
     return [LookUp(attribute, x, name) for name in names]
 
 
-# Nothing is looked up in these: nodes and Variables are looked into elsewhere, and the others lead nowhere.
+# Nothing is looked up in these: nodes and Variables are searched elsewhere, and the others lead nowhere.
 _CLOSED = Identified, GraphDef, jax.Array, np.ndarray, types.ModuleType, str, float, type(None)
-# Of these, methods lead nowhere.
+# The methods of these lead nowhere.
 _WITHOUT_METHODS = (
     *_CLOSED, weakref.ref, contextvars.ContextVar, types.FunctionType, types.MethodType, functools.partial,
     staticmethod, classmethod,
@@ -225,7 +225,7 @@ def _in_container(x: Any) -> Iterator[LookUp]:
     if isinstance(x, list | tuple | deque):
         yield from (LookUp(item, x, k) for k in range(len(x)))
     elif isinstance(x, dict | types.MappingProxyType):
-        keys = list(x)  # a copy: a collection of garbage may shrink a cache
+        keys = list(x)  # a copy: garbage collection may remove some from a weak dict
         yield from (LookUp(entry, x, key) for key in keys)
         yield from _members(x, keys)
     else:
@@ -243,7 +243,7 @@ _SIMPLE = ATOMS | {float, complex, tuple}
 
 
 def _in_plain_object(x: Any, names: Collection[str]) -> Iterator[LookUp]:
-    """The look-ups in the attributes of an object of any class, or of a class, and in what its classes hold."""
+    """The look-ups of the attributes of an object or a class, and of those that it has from its classes."""
     attributes = dict_of(x)
     if type(attributes) is dict:
         yield from [LookUp(own, attributes, name) for name in list(attributes)]
@@ -251,7 +251,7 @@ def _in_plain_object(x: Any, names: Collection[str]) -> Iterator[LookUp]:
     for cls in _classes_of(x):
         for name, held in vars(cls).copy().items():
             if type(held) not in _METHODS and _is_read_from(x, name, held) and name != "__dict__":
-                # What a class below it hides is found by `super()`.
+                # `super()` finds what a subclass hides.
                 yield LookUp(in_class, cls, name) if name in seen else LookUp(attribute, x, name)
                 seen.add(name)
     yield from methods_in(x, names if isinstance(x, type) else {*names, "__call__"})
@@ -268,13 +268,13 @@ def methods_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
 
 
 def is_plain_object(x: Any) -> bool:
-    """Whether this is a plain object: of a class written in Python, with attributes, and looked into for these."""
+    """Whether this is a plain object: of a class written in Python, with attributes, in which look-ups are made."""
     others = *_WITHOUT_METHODS, *_CONTAINERS, type
     return not issubclass(type(x), others) and not is_jitted(x) and type(dict_of(x)) is dict
 
 
 def has_unnamed_methods(cls: type) -> bool:
-    """Whether a class written in Python has methods that run without being named."""
+    """Whether a class written in Python has methods that the syntax of Python calls."""
     return any("__module__" in vars(base) and not BY_SYNTAX.isdisjoint(vars(base)) for base in cls.__mro__)
 
 
@@ -285,17 +285,17 @@ def _classes_of(x: Any) -> tuple[type, ...]:
 
 
 def _is_read_from(x: Any, name: str, held: Any) -> bool:
-    """Whether the attribute of ``x`` with a name is what its class holds under it, or is in a slot; no method is."""
+    """Whether ``x.name`` is what its class holds under this name, or is in a slot; not for methods."""
     is_value = not hasattr(type(held), "__get__") and not name.startswith("__")
     return is_value or (isinstance(held, types.MemberDescriptorType) and not isinstance(x, type))
 
 
 # --- what there is to look up for a function ------------------------------------------------------------------------
 
-# No Modules are in their globals; signatures, which all of our transforms have, lead to the last two.
+# No Modules are in their globals. (The signatures of transformed functions lead to the last two.)
 _LIBRARIES = "jax", "jaxlib", "numpy", __name__.partition(".")[0], "inspect", "enum"
 _BUILTINS = frozenset(vars(builtins))
-_GLOBAL = ("_GLOBAL", "_NAME", "_GLOBALS")  # endings of the instructions that read globals; a class body has _NAME
+_GLOBAL = ("_GLOBAL", "_NAME", "_GLOBALS")  # endings of the instructions that read globals; _NAME in class bodies
 
 
 def is_of_library(namespace: Mapping[str, Any]) -> bool:
@@ -310,14 +310,14 @@ def closure_of(function: types.FunctionType) -> list[LookUp]:
 
 
 def globals_of(function: types.FunctionType) -> Iterator[LookUp]:
-    """The look-ups of the globals that a function reads; and in the modules and classes to which it refers."""
+    """The look-ups of the globals that a function reads, and in the modules and classes among them."""
     return globals_in(function.__code__, function.__globals__, closure_of(function))
 
 
 def globals_in(code: types.CodeType, namespace: dict[str, Any], others: Iterable[LookUp] = ()) -> Iterator[LookUp]:
-    """The look-ups of the globals that some code reads, also if they are not there yet, and of the modules it imports.
+    """The look-ups of the globals that some code reads, even if they are not there yet, and of the modules it imports.
 
-    If one of these, or of the ``others``, finds a module or class, also of what the code names in that.
+    Where one of these, or of the ``others``, finds a module or class, also of what the code names in it.
     """
     read, imported = _loaded_in(code)
     names = names_in(code)
@@ -329,9 +329,9 @@ def globals_in(code: types.CodeType, namespace: dict[str, Any], others: Iterable
 
 
 def globals_by_text(names: Collection[str], namespace: dict[str, Any]) -> Iterator[LookUp]:
-    """The look-ups of globals and modules of these names, which code may reach by text: ``globals()["model"]``.
+    """The look-ups of globals and modules with these names, which code may reach by text: ``globals()["model"]``.
 
-    And in those of the ``__getattr__`` of a module, which is called for what the module lacks.
+    Also of the ``__getattr__`` of these modules, which is called for what a module lacks.
     """
     look_ups = [LookUp(entry, x, name) for x in (namespace, sys.modules) for name in sorted(x.keys() & names)]
     yield from look_ups
@@ -361,7 +361,7 @@ def objects_in_globals(function: types.FunctionType) -> list[LookUp]:
 
 @functools.lru_cache(maxsize=1000)
 def _loaded_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that some code, and the functions in it, read as globals; and those of the modules that it imports."""
+    """The names of the globals that some code, with the functions in it, reads; and of the modules that it imports."""
     instructions = list(dis.get_instructions(code))
     read = [x.argval for x in instructions if x.opname.startswith("LOAD_") and x.opname.endswith(_GLOBAL)]
     imported = [x.argval for x in instructions if x.opname == "IMPORT_NAME"]
@@ -371,7 +371,7 @@ def _loaded_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 @functools.lru_cache(maxsize=1000)
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """All names in some code, and the functions in it: of globals, attributes and imports, and for ``getattr``."""
+    """All names in some code, with the functions in it: globals, attributes, imports, and text for ``getattr``."""
     inner = [names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
     texts = [const for const in code.co_consts if isinstance(const, str) and const.isidentifier()]
     if _MATCH_CLASS in code.co_code[::2]:  # `case Holder(model=m)` has the names of attributes in a tuple

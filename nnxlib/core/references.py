@@ -2,15 +2,16 @@
 
 A jitted function finds out which objects it captures while it is traced. At later calls it must know, without a trace,
 whether it would still capture the same ones. So it keeps the *ways* that lead from the function to these objects, and
-follows them at each call: through closures, plain containers, plain objects and their classes, weak references, what a
-thread or a context has for itself, and other functions. Each step of a way is one look-up (look_ups.py).
+follows them at each call: through closures, plain containers, plain objects and their classes, weak references,
+thread-local and context variables, and other functions. Each step of a way is one look-up (look_ups.py).
 
-A place that the function looks at may also hold None or a number when it is traced, and a Module later. So the ways to
-such places are followed, too, if code of the function names them: each is an *end*, see conditions.py.
+A place may hold None or a number when the function is traced, and a Module later. So the ways to such places are
+followed, too, if code of the function names them: each is an *end*, see conditions.py.
 
-From the globals of its functions half of a program can be reached. So those that functions of other files read are
-looked into last, and only if something that is sought has not been found; but Modules and None are found at once. If it
-is still missing, code may have reached it by text, as in ``globals()["model"]``, or by the ``__getattr__`` of a module.
+From the globals of its functions, half of a program can be reached. So the globals that functions of other files read
+are searched last, and only if something that is sought has not been found; but Modules and None in them are found at
+once. If it is still missing, code may have reached it by text, as in ``globals()["model"]``, or by the ``__getattr__``
+of a module.
 """
 
 from __future__ import annotations
@@ -32,28 +33,28 @@ from . import look_ups
 from .calls import is_observed
 from .closures import RunningCode, is_lent_elsewhere
 from .identity import Identified
-from .look_ups import BY_NAME, BY_SYNTAX, LookUp, is_of_library, weakly
+from .look_ups import BY_NAME, BY_SYNTAX, LookUp, is_of_library, weak_key
 from .objects import Node
 from .tracing import current_trace
 
 Reference = Callable[[], Any]  # to a value that a look-up has found before
 
 _MOST = 1000  # values to find: a function may refer to half of a program
-_MOST_TO_FIND = 30_000  # look-ups, as long as some that are sought are not found; each takes a few microseconds
-_MOST_ELSEWHERE = 100  # functions of other files, the globals of which are then looked into
+_MOST_TO_FIND = 30_000  # look-ups in a search, of a few microseconds each
+_MOST_ELSEWHERE = 100  # functions of other files whose globals are searched
 
-MAPPINGS = dict, types.MappingProxyType  # the latter shows a dict, which may be edited
+MAPPINGS = dict, types.MappingProxyType  # the latter is a view of a dict, which may be edited
 MUTABLE_CONTAINERS = list, deque, set, *MAPPINGS
 _CONSTANTS = jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex, type(None)
 _LEADS_NOWHERE = *_CONSTANTS, type, types.ModuleType
-# What is in these is also found without being named.
+# Code may reach what is in these without naming it.
 _TRANSPARENT = (
     dict, types.MappingProxyType, types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod
 )  # fmt: skip
 _BY_ANY_NAME = "getattr", "hasattr", "vars", "dir", "__dict__"  # code with one of these names may read any attribute
 _DEFAULTS = "__defaults__", "__kwdefaults__"
-_OVER_ALL = "vars", "dir", "__dict__"  # code with one of these may go over all attributes of an object
-# Attributes with what a function, a UserDict or weak dict, a ChainMap, a member of an Enum wraps.
+_OVER_ALL = "vars", "dir", "__dict__"  # code with one of these names may go over all attributes of an object
+# The attributes with which a function, a UserDict or weak dict, a ChainMap, and a member of an Enum wrap something.
 _WRAPPED = "__wrapped__", "data", "maps", "_value_"
 
 
@@ -61,19 +62,19 @@ class Step(NamedTuple):
     """One step of a way."""
 
     look_up: LookUp
-    before: Reference  # to what the look-up has found
-    is_root: bool = False  # whether that is what the function captures
+    before: Reference  # to what the look-up has found before
+    is_root: bool = False  # whether this is an object that the function captures
 
 
 class Way(NamedTuple):
-    """A way from a function to a value: how the value is looked up, and the way to what it is looked up in."""
+    """A way from a function to a value: the last look-up, and the way to the holder in which it is made."""
 
     value: Any
     look_up: LookUp
-    before: Way | None  # of the function itself
+    before: Way | None  # None for the function itself
 
     def back(self) -> Iterator[tuple[Way, Any]]:
-        """The ways that end with each step of this one, the last first; with the value in which the step is made."""
+        """(the way up to a step, the holder in which the step is made) for each step, the last first."""
         way = self
         while way.before is not None:
             yield way, way.before.value
@@ -82,8 +83,8 @@ class Way(NamedTuple):
     def steps(self, known: set[int]) -> Iterator[Step]:
         """Its steps, the last first.
 
-        A container must also keep its length, and an object the dict of its attributes. ``known`` are the ids of the
-        ways, containers and such dicts whose steps are known already, from other ways.
+        Among them: that a container has the same length, and an object the same dict of attributes. ``known`` has the
+        ids of the ways, containers and such dicts whose steps were yielded before, by other ways.
         """
         for way, holder in self.back():
             if id(way) in known:
@@ -98,7 +99,7 @@ class Way(NamedTuple):
 
     @property
     def is_named(self) -> bool:
-        """Whether code names the value itself: a function, in its closure, defaults or globals, or as an attribute."""
+        """Whether code names the value itself: as a variable in a closure, a default, a global or an attribute."""
         if self.before is None:
             return False
         if type(self.before.value) is types.FunctionType:
@@ -107,9 +108,9 @@ class Way(NamedTuple):
         return (of.kind is look_ups.attribute and of.key in _DEFAULTS) or _is_by_name(self.look_up, self.before.value)
 
     def is_looked_along(self, names: Collection[str], along: Collection[int] = ()) -> bool:
-        """Whether code with these names may go along the way: it leads over no attribute of another name.
+        """Whether code with these names may go along the way: no attribute on it has another name.
 
-        ``along`` are the ids of values to which the code may go on another way.
+        ``along`` has the ids of values that the code may reach along another way.
         """
         over_all = any(name in names for name in _OVER_ALL)
         for way, holder in self.back():
@@ -123,23 +124,23 @@ class Way(NamedTuple):
         return True
 
     def address(self, shapes: dict[int, Hashable]) -> tuple[Hashable, ...]:
-        """What is looked up at each step, from the last one on; it stays the same if the way leads to another value.
+        """What is looked up at each step, the last first; it stays the same if the way leads to another value.
 
-        With the code of functions, and the classes of other values, on the way: others may do something else with it.
-        And with what members each container has besides constants: the function may go over all of them. ``shapes``
-        says that, by the ids of containers, as far as it is known from other ways.
+        It contains the code of each function on the way, and the class of each other value, since others may do
+        something else with what they hold. And it says which members a container has besides constants, since the
+        function may go over all of them. ``shapes`` has this, by the ids of containers, as known from other ways.
         """
         found: list[Hashable] = []
         for way, holder in self.back():
             if isinstance(holder, MUTABLE_CONTAINERS) and id(holder) not in shapes:
                 shapes[id(holder)] = _shape(holder)
             kind = holder.__code__ if type(holder) is types.FunctionType else type(holder)
-            found += [way.look_up.address, weakly(kind), shapes.get(id(holder))]
+            found += [way.look_up.address, weak_key(kind), shapes.get(id(holder))]
         return tuple(found)
 
 
 def _is_by_name(look_up: LookUp, holder: Any) -> bool:
-    """Whether code that makes a look-up in a value, the holder, has to name its key."""
+    """Whether code that makes a look-up in this holder has to name its key."""
     return look_up.kind in BY_NAME and not issubclass(type(holder), _TRANSPARENT) and look_up.key not in _WRAPPED
 
 
@@ -148,30 +149,30 @@ class Reached(NamedTuple):
 
     ways: list[Way]  # the shortest one to each value, then all others to Modules and Variables
     ends: list[Way]  # all ways to constants
-    names: set[str]  # in the code of the functions among them
-    again: Sequence[Way] = ()  # further ways that it may go to what leads to Modules and Variables, as to a container
+    names: set[str]  # in the code of functions among the values
+    alternatives: Sequence[Way] = ()  # other ways to values, such as containers, through which objects are reached
 
     def looked_along(self, ways: Iterable[Way]) -> list[Way]:
-        """Those of some ways that the function may go."""
-        along = {id(way.value) for way in self.again}
+        """Those of some ways along which the function may go."""
+        along = {id(way.value) for way in self.alternatives}
         return [way for way in ways if way.is_looked_along(self.names, along)]
 
     def ways_to_objects(self) -> list[Way]:
-        """The ways to Modules and Variables that the function may look at: it names each attribute on the way."""
+        """The ways to Modules and Variables that the function may use: it names each attribute on the way."""
         found = [way for way in self.ways if issubclass(type(way.value), Identified) and not is_left_over(way.value)]
         return self.looked_along(found)
 
     def used_unnoticed(self) -> list[Any]:
-        """The Modules that it may use without a trace noticing it: a trace does not notice that a flag is read.
+        """The Modules that it may use unnoticed by a trace, which does not notice that a flag is read.
 
-        They are those that it names, and those of which it may read an attribute.
+        These are the ones that it names, and those of which it may read an attribute.
         """
         ways = [way for way in self.ways_to_objects() if isinstance(way.value, Node)]
         return [way.value for way in ways if way.is_named or _is_read(way.value, self.names)]
 
 
 def _namespace_of(f: Any) -> dict[str, Any] | None:
-    """The globals of a function, of the innermost one that it wraps, or of the method by which an object is called."""
+    """The globals of a function, or of the innermost one that it wraps; of an object, those of its ``__call__``."""
     namespace = None
     while f is not None:
         namespace = getattr(f, "__globals__", namespace)
@@ -190,17 +191,17 @@ def search(
     given: Sequence[Any] = (),
     names: Collection[str] = (),
 ) -> Reached:
-    """Search for all that can be reached from a function.
+    """Search for everything that can be reached from a function.
 
-    Of a program with very many values it finds the nearest ones. It goes on if some that are sought are not among them,
-    but not without end: from a test file all tests can be reached, and a search there takes a tenth of a second or two.
+    In a large program it finds the nearest values. It goes on while some that are sought are missing, up to a limit:
+    from a test file all tests can be reached, and a search there takes a tenth of a second or two.
 
     Args:
       function: where the ways begin.
       sought: what has to be found.
       running: code that ran when the function was called; its globals count as the function's own.
       given: what also counts as the function's own, such as its static arguments.
-      names: those in code that was found by an earlier search, which this one may not get to.
+      names: those in the code that an earlier search found, which this one may not reach.
     """
     return _Search(function, sought, running, given, names).run()
 
@@ -223,14 +224,14 @@ class _Search:
         self.missing = set(map(id, sought))
         self.namespace = _namespace_of(function)
         self.running = [code for code in running if not is_of_library(code.namespace)]
-        # The names in the code visited so far; and those with which methods have been looked for in all objects.
+        # The names in the code visited so far; and those of which methods have been searched for in all objects.
         self.names = {*names, *[name for code in self.running for name in look_ups.names_in(code.code)]}
         self.looked_for = set[str]()
-        self.unnamed = list[Way]()  # to objects with methods that are called without being named, not looked into yet
+        self.unnamed = list[Way]()  # to objects with methods that are called without being named, not yet visited
         self.visited = set[int]()  # the code of functions, by id
         self.elsewhere = deque[Way]()  # to functions of other files
         self.found, self.others, self.ends = dict[int, Way](), list[Way](), list[Way]()
-        self.again = dict[Hashable, Way]()
+        self.alternatives = dict[Hashable, Way]()
 
     def run(self) -> Reached:
         self.visit_all()
@@ -240,7 +241,7 @@ class _Search:
                 self.visit_all()
         self.visit_elsewhere()
         if self.missing:
-            self.look_ups_left = max(self.look_ups_left, _MOST)  # a few, even if all have been made
+            self.look_ups_left = max(self.look_ups_left, _MOST)  # allow a few, even if none is left
             namespaces = [self.namespace or {}, *[code.namespace for code in self.running]]
             for namespace in {id(x): x for x in namespaces}.values():
                 self.go_on(self.start, look_ups.globals_by_text(self.names, namespace))
@@ -248,13 +249,13 @@ class _Search:
             self.visit_elsewhere()
         ways = [*self.found.values(), *self.others]
         objects = [way for way in ways if issubclass(type(way.value), Identified)]
-        leading = {id(holder) for way in objects for _, holder in way.back()} if self.again else ()
-        again, along = list[Way](), set[int]()
-        for way in self.again.values():
+        leading = {id(holder) for way in objects for _, holder in way.back()} if self.alternatives else ()
+        alternatives, along = list[Way](), set[int]()
+        for way in self.alternatives.values():
             if id(way.value) in leading and way.is_looked_along(self.names, along):
-                again.append(way)
+                alternatives.append(way)
                 along.add(id(way.value))
-        return Reached(ways, self.ends, self.names, again)
+        return Reached(ways, self.ends, self.names, alternatives)
 
     def visit_all(self) -> None:
         while self.queue and (self.missing or len(self.found) < _MOST):
@@ -263,7 +264,7 @@ class _Search:
                 self.look_for_methods()
 
     def visit_elsewhere(self) -> None:
-        """Go on to the globals of functions of other files, which become more, as long as something is missing."""
+        """As long as something is missing, go on to the globals of functions of other files, some found meanwhile."""
         while self.missing and self.elsewhere and self.elsewhere_left:
             self.elsewhere_left -= 1
             way = self.elsewhere.popleft()
@@ -271,7 +272,7 @@ class _Search:
             self.visit_all()
 
     def look_for_methods(self) -> None:
-        """Go on to methods that code names which was visited after the objects, and to those that no code names."""
+        """Go on to methods that are named by code visited later than their objects, and to those that no code names."""
         names = self.names - self.looked_for
         self.looked_for |= names
         for way in [*self.found.values()] if names else ():
@@ -293,8 +294,8 @@ class _Search:
             elif not issubclass(type(value), _LEADS_NOWHERE):
                 place = _place(way.look_up)
                 if place != _place(self.found[id(value)].look_up):
-                    self.again[place] = way
-        elif way.look_up.found() is value:  # a look-up that finds another value each time leads nowhere
+                    self.alternatives[place] = way
+        elif way.look_up.found() is value:  # not if a look-up finds another value each time
             self.found[id(value)] = way
             self.missing.discard(id(value))
             if type(value) is types.FunctionType:
@@ -304,7 +305,7 @@ class _Search:
                 self.unnamed.append(way)
 
     def enter(self, way: Way, function: types.FunctionType) -> None:
-        """Go on to the globals of a function; to none of a library, which is noticed where it uses a Module."""
+        """Go on to the globals of a function; not of a library, whose use of a Module the trace notices."""
         is_own = function.__globals__ is self.namespace
         if not is_own and is_of_library(function.__globals__):
             return
@@ -317,7 +318,7 @@ class _Search:
             self.go_on(way, look_ups.objects_in_globals(function))
 
     def go_on(self, way: Way, further: Iterable[LookUp]) -> None:
-        """Go on from a way with these look-ups; with none, if they are in an object that cannot be looked into."""
+        """Go on from the end of a way with these look-ups; with none if they cannot be made."""
         with contextlib.suppress(Exception):  # a weak proxy to what is gone, or an unusual error of a __getattr__
             for look_up in itertools.islice(further, self.look_ups_left):
                 self.look_ups_left -= 1
@@ -325,31 +326,31 @@ class _Search:
 
 
 def _place(look_up: LookUp) -> Hashable:
-    """What is equal for two look-ups of the same key in the same holder."""
+    """A key that is equal for two look-ups of the same key in the same holder."""
     kind, holder, key = look_up
     return kind, holder.address if kind is look_ups.inside else id(holder), key
 
 
 def is_constant_type(kind: type) -> bool:
-    """Whether values of this type, numbers, text, arrays and None, are constants of a compiled function, as in JAX."""
+    """Whether values of this type are constants of a compiled function, as in JAX: numbers, text, arrays and None."""
     return issubclass(kind, _CONSTANTS)
 
 
 def is_left_over(x: Any) -> bool:
-    """Whether this is a Module or Variable of a trace that has ended, of which no function can compute anything."""
+    """Whether this is a Module or Variable of a trace that has ended, which no function can use."""
     if current_trace() is not None or not issubclass(type(x), Identified):
         return False
     return x._nnx_trace is not None and not is_lent_elsewhere(x._nnx_trace)
 
 
 def _is_kept_by_library(way: Way) -> bool:
-    """Whether a way ends in what a function of a library has in its closure or defaults: no Module comes there."""
+    """Whether a way ends in the closure or the defaults of a function of a library, where no Module will come."""
     holder = None if way.before is None else way.before.value
     return type(holder) is types.FunctionType and is_of_library(holder.__globals__)
 
 
 def _is_read(x: Node, names: set[str]) -> bool:
-    """Whether code with these names may use more of a Module than what a trace notices: calls of its methods."""
+    """Whether code with these names may use a Module in other ways than calling its methods, which a trace notices."""
     if isinstance(x, list | dict) or not (names.isdisjoint(x._nnx_contents()) and names.isdisjoint(_BY_ANY_NAME)):
         return True
     named = {*names, *BY_SYNTAX}
@@ -358,7 +359,7 @@ def _is_read(x: Node, names: set[str]) -> bool:
 
 
 def _shape(container: Any) -> Hashable:
-    """How many members of a container are no constants; of a dict with simple keys, which ones, in order."""
+    """How many members of a container are no constants; of a dict with simple keys, their keys in order."""
     if not isinstance(container, MAPPINGS):
         return sum(not is_constant_type(type(x)) for x in list(container))
     items = list(container.items())
@@ -372,7 +373,7 @@ def are_simple(keys: Iterable[Any]) -> bool:
 
 
 def same_attributes(x: Any, known: set[int]) -> Iterator[Step]:
-    """The steps that find the class of an object, and the dict of its attributes, unless it is ``known``.
+    """The steps to the class of an object and to the dict of its attributes, unless this is ``known``.
 
     Either may be replaced by another one.
     """
@@ -384,7 +385,7 @@ def same_attributes(x: Any, known: set[int]) -> Iterator[Step]:
 
 
 def _reference(value: Any) -> Reference:
-    """A weak reference, so that no way keeps a model alive; containers do not allow one, so they are held."""
+    """A weak reference, so that no step keeps a model alive; a strong one to containers, which allow no other."""
     try:
         return weakref.ref(value)
     except TypeError:

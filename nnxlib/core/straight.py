@@ -1,14 +1,15 @@
 """Straight-line code for what a jitted function looks up at each call.
 
-To make the look-ups (look_ups.py) one by one, and to compare what they find, takes 0.35 us for one and 0.5 us for three
-of them. As the code of one function they take 0.05 and 0.12 us::
+Making the look-ups (look_ups.py) one by one, and comparing what they find, takes 0.35 us for one and 0.5 us for three.
+As the code of one function they take 0.05 and 0.12 us::
 
     r0() is encoder is not None and type(RATE) is t1 and type(c2) is t3
 
-The globals of this function are those of the user's, and the cells in its closure are the user's own, too. So the
-interpreter itself caches where each value is found.
+This function has the globals of the user's function, and the same cells in its closure. So the interpreter itself
+caches where each value is found.
 
-The code may only say yes if all is as it was before. If not, it says no, or raises an error, such as that of a look-up.
+The code must not succeed unless everything is as it was before. If not, it fails, or raises an error, such as that of a
+look-up.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from .references import Reference, Step
 def straight_line(
     steps: Sequence[Step], ends: Sequence[Any], members: Sequence[Any]
 ) -> Callable[[], tuple[Any, ...] | None]:
-    """A function that returns the roots among the steps if these hold; if not, it returns None or raises an error.
+    """A function that returns the roots among the steps if everything holds; else it returns None or raises an error.
 
-    ``ends`` and ``members`` are those of conditions.py.
+    The arguments are those of :class:`~nnxlib.core.conditions.Conditions`.
     """
     code = _Code(_most_common_namespace([look_up for look_up, *_ in (*steps, *ends)]))
-    code.terms += [code.finds(*step) for step in steps]
+    code.terms += [code.finds_same(*step) for step in steps]
     kind_of, each = code.held(type), code.held(map)
     for end in ends:
         found = code.found_by(end.look_up)
@@ -57,12 +58,12 @@ def straight_line(
     return code.function()
 
 
-_PREFIX = "_nnx_"  # of names that stand for what is in the closure of the code
+_PREFIX = "_nnx_"  # of the names of what is in the closure of the code
 _SOURCES = {in_class: "{}.__dict__[{!r}]", item: "{}[{!r}]", in_context: "{}.get()", referent: "{}()"}
 
 
 class _Code:
-    """The code of one function without arguments: ``terms`` that are joined by `and`, and the cells in its closure."""
+    """The code of a function without arguments: ``terms``, to be joined by ``and``, and the cells in its closure."""
 
     def __init__(self, namespace: dict[str, Any]):
         self.namespace, self.terms = namespace, list[str]()
@@ -78,7 +79,7 @@ class _Code:
         """A new name for a value."""
         return self.name(types.CellType(value))
 
-    def finds(self, look_up: LookUp, before: Reference, is_root: bool) -> str:
+    def finds_same(self, look_up: LookUp, before: Reference, is_root: bool) -> str:
         """An expression for whether a look-up finds the same as before."""
         if look_up.kind is has_length:
             return f"{self.held(len)}({self.held(look_up.holder)}) == {look_up.key}"
@@ -120,7 +121,7 @@ def _compiled(source: str) -> types.CodeType:
 
 
 def _is_plain(name: Any) -> bool:
-    """Whether code can have a name as it is."""
+    """Whether a name can be written in the code as it is."""
     is_name = type(name) is str and name.isidentifier() and name.isascii()
     return is_name and not keyword.iskeyword(name) and not name.startswith(_PREFIX)
 

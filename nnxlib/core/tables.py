@@ -80,7 +80,7 @@ class LiveTable:
     objects: list[Any]  # by row; None in place of the root
     index: dict[int, int]  # id of an object -> its row
     cells: list[Cell]  # of all Variables, in row order
-    # (container, key, None) for each array in a field of a node; (..., Flattened) for each pytree there that has arrays.
+    # (container, key, None) for each array in a field of a node; with a Flattened for a pytree there that has arrays.
     arrays: list[tuple[Any, Any, Flattened | None]]
     array_rows: list[int]  # the row of the node that holds each of these arrays
     snapshot: list[Any] | None  # the leaves, if the table is not reliable

@@ -120,7 +120,7 @@ class Captures:
         if known is None:
             return _captured(self._start_anew())
         try:  # inlined `conditions.find()`, to save a call
-            found = known.conditions.straight()
+            found = known.conditions.find_or_raise()
         except Exception:
             found = None
         if found is None:
@@ -260,7 +260,7 @@ class Captures:
         conditions = Conditions(found, others, zip(roots, to_roots, strict=True))
         if not conditions:
             return EMPTY
-        others += found.again
+        others += found.alternatives
         token = self._token_of_ways(to_roots, others) if to_roots or others else None
         return before._replace(roots=roots, conditions=conditions, token=token)
 

@@ -696,7 +696,7 @@ def test_a_copy_of_a_captured_module_has_its_present_settings(copied):
 def test_each_trace_is_given_more_of_what_is_captured(monkeypatch, holds):
     """So there is a last one, even if something that the function refers to changes whenever it is looked up."""
     if not holds:
-        monkeypatch.setattr(Conditions, "straight", property(lambda self: lambda: None))
+        monkeypatch.setattr(Conditions, "find_or_raise", property(lambda self: lambda: None))
     hidden, layer, traces = functools.cache(Layer), Layer(3.0), 0  # no way leads into the cache
     layers = [hidden(1.0), hidden(2.0), layer]
 

@@ -110,8 +110,8 @@ def test_a_jitted_function_that_names_numbers_calls_no_look_up():
     assert [step().item() for _ in range(3)] == [4.0] * 3
     known, called = step._captures.known, []
     assert known is not None
-    straight = known.conditions.straight
-    known.conditions.straight = lambda: called.append(1) or straight()
+    straight = known.conditions.find_or_raise
+    known.conditions.find_or_raise = lambda: called.append(1) or straight()
     assert step().item() == 4.0
     assert called == [1]
     assert step._captures.known is known
