@@ -1,4 +1,4 @@
-"""Notes on errors: each call of a Module that an error leaves adds where it was, and what it was given."""
+"""Notes on errors: each call of a Module that an error passes through adds a note with its path and its inputs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .variables import Variable, stored_value
 
 
 def add_note(error: Exception, listener: Listener, args: tuple, kwargs: dict) -> None:
-    """Note that an error leaves the innermost of the running calls, which has these arguments."""
-    with suppress(Exception):  # a note that fails must not hide the error: one that is a frozen dataclass takes none
+    """Add a note to an error that leaves the innermost of the running calls, which has these arguments."""
+    with suppress(Exception):  # if that fails, the error must not be hidden: a frozen dataclass takes no note
         _add_note(error, listener, args, kwargs)
 
 
 def _add_note(error: Exception, listener: Listener, args: tuple, kwargs: dict) -> None:
     module, name = listener.stack[-1]
-    if listener.stack[-2:-1] == [(module, name)]:  # called by super(): the caller adds the same note
+    if listener.stack[-2:-1] == [(module, name)]:  # called through super(): the caller adds the same note
         return
     method = "" if name == "__call__" else f".{name}"
     named = [f"{key}={_shown(value)}" for key, value in kwargs.items()]
@@ -40,15 +40,15 @@ def _add_note(error: Exception, listener: Listener, args: tuple, kwargs: dict) -
 
 
 def _hints(error: Exception, module: Any, name: str, args: tuple) -> Iterator[str]:
-    """What may be wrong with a call of a method that has failed, and what to write."""
+    """What may be wrong with a failed call of a method, and what to write instead."""
     held = [(str(key), stored_value(x)) for key, x in module._nnx_children()]
     if abstract := [key for key, x in held if isinstance(x, jax.ShapeDtypeStruct)]:
         yield _ABSTRACT.format(names=", ".join(abstract[:_MOST]))
     if deleted := [key for key, x in held if is_deleted(x)]:
         yield _DELETED.format(names=", ".join(deleted[:_MOST]))
     called = getattr(type(module), name)
-    of_sharding = "out_sharding" in str(error) and not isinstance(error, NnxError)
-    if of_sharding and "out_sharding" in signature_of(called).parameters:
+    needs_sharding = "out_sharding" in str(error) and not isinstance(error, NnxError)
+    if needs_sharding and "out_sharding" in signature_of(called).parameters:
         yield _OUT_SHARDING
     if is_own(called.__module__) and str(error).startswith(called.__qualname__):
         yield from [_MODE.format(name=mode) for mode in _MODES if f"unexpected keyword argument '{mode}'" in str(error)]
@@ -73,14 +73,26 @@ def _hints(error: Exception, module: Any, name: str, args: tuple) -> Iterator[st
 
 
 def _owner(kind: type, method: str) -> type:
-    """The class that a method of a class comes from."""
+    """The class from which a class has a method."""
     return next(base for base in kind.__mro__ if method in vars(base))
 
 
 def _shown(x: Any) -> str:
-    """An input for a note: numbers by value, since they are mostly settings."""
+    """An input in a note: numbers by value, since they are mostly settings."""
     return repr(x) if isinstance(x, bool | int | float) else describe_nested(x)
 
+
+def _sized(module: Any) -> str:
+    """A layer with its sizes: ``Linear 4->2``; any other Module with the Variables that it holds."""
+    name, sizes = type(module).__name__, getattr(type(module), "_nnx_sizes", None)
+    with suppress(AttributeError):  # of a layer that lacks attributes, which may be why there is an error
+        if sizes is not None:
+            return f"{name} {sizes(module)}"
+    held = [(key, x) for key, x in module._nnx_children() if isinstance(x, Variable)]
+    return ", ".join([name, *(f"{key} {describe(x._nnx_value)}" for key, x in held[:_MOST])])
+
+
+_MOST = 4  # names to list
 
 _ABSTRACT = """\
 it has shapes without values ({names}), as made by nnx.eval_shape: give them values by nnx.update(model, state), or \
@@ -89,7 +101,6 @@ ask for shapes only by nnx.eval_shape(function, model, ...)"""
 _DELETED = """\
 its arrays {names} have been deleted, as what is donated to a compiled function is: nnx.split and nnx.state share the \
 arrays of a model, nnx.clone(model) copies them"""
-
 
 _PASS_THE_VALUE = "a Variable was passed to a function of jax.lax, which takes arrays alone: pass variable.value"
 _OF_LINEN = """\
@@ -105,16 +116,3 @@ _AXIS_NAME = """\
 axis_name is the name of a mapped axis, which a transform around the call gives: nnx.vmap(..., axis_name=...), \
 nnx.pmap, nnx.shard_map; without one, leave it out"""
 _OUT_SHARDING = "the sharding of its output can be given in the call: layer(x, out_sharding=jax.P(...))"
-
-
-def _sized(module: Any) -> str:
-    """A layer with its sizes: ``Linear 4->2``; any other Module with the Variables that it holds."""
-    name, sizes = type(module).__name__, getattr(type(module), "_nnx_sizes", None)
-    with suppress(AttributeError):  # of a layer that lacks attributes, which may be why there is an error
-        if sizes is not None:
-            return f"{name} {sizes(module)}"
-    held = [(key, x) for key, x in module._nnx_children() if isinstance(x, Variable)]
-    return ", ".join([name, *(f"{key} {describe(x._nnx_value)}" for key, x in held[:_MOST])])
-
-
-_MOST = 4  # names to list

@@ -1,12 +1,12 @@
 """Escapes: tracers and fresh objects that would leave a trace inside of static values.
 
-Arrays, Variables and nodes come out of a trace by way of the table, if nnxlib can find them. A static value comes out
-as it is, and may refer to a tracer or to a fresh object where it cannot be replaced: in the closure of a function, in a
+Arrays, Variables and nodes come out of a trace through the table, if nnxlib can find them. A static value comes out as
+it is, and may refer to a tracer or a fresh object where this cannot be replaced: in the closure of a function, in a
 partial, in the attributes of an object. A live object would then hold it, so a transform refuses such values.
 
-A function that belongs to a new object is often called only while the object is made: an initializer whose scale was
-computed, say. So that models whose layers keep their initializers can be made in a trace, what comes out of it is not
-the function itself, which would keep the trace alive, but an :class:`Ended`, which raises an error if it is called. The
+One case is allowed, so that models whose layers keep their initializers can be made in a trace. A function in a new
+object is often called only while the object is made: an initializer whose scale was computed, say. What comes out is
+not the function, which would keep the trace alive, but an :class:`Ended`, which raises an error if it is called. The
 same goes for a Module in a configuration that the object keeps, if the Module is also an attribute. In tuples, lists,
 dicts and dataclasses each function is treated by itself: the ``init`` of an optax transformation refers to the
 hyperparameters that it has put into the state, and its ``update`` does not.
@@ -32,13 +32,13 @@ from .static import Const, dict_of
 from .tracing import in_current_trace
 from .variables import Variable
 
-_MOST = 10_000  # objects to visit for one value: it may refer to half of a program
+_MOST = 10_000  # objects to visit for one value, which may refer to half of a program
 
 
 class Ended:
-    """Stands for a function or a Module that referred to what has ended with a trace.
+    """Stands for a function that refers to a trace that has ended, or for a Module of such a trace.
 
-    Calls raise :class:`TraceContextError`, and attributes an AttributeError with the same text.
+    Calls raise :class:`TraceContextError`, and reading attributes an AttributeError with the same text.
     """
 
     __slots__ = ("message",)
@@ -66,14 +66,14 @@ class Ended:
 def without_escapes(after: After, layout: Layout, borrowed: Iterable[Any]) -> After:
     """The table at the end of a trace, without static values that refer to its tracers or to objects made in it.
 
-    The rows of the ``layout`` are of the caller's objects, those that follow of new ones. What running traces have
+    The rows of the ``layout`` are those of the caller's objects; new objects follow. What running traces have
     ``borrowed`` may hold tracers.
 
     Raises:
-      TraceContextError: naming the path of a value that cannot be replaced: one of an old object, or one that refers to
-        the trace in another way than by functions and Modules in it.
+      TraceContextError: for a value that cannot be replaced, by its path: one of an old object, or one that refers to
+        the trace otherwise than through functions and Modules in it.
     """
-    clean = {id(x): x for x in borrowed}  # not looked into, since they are restored
+    clean = {id(x): x for x in borrowed}  # by id, what need not be searched; borrowed objects will be restored
     inside = {id(x) for x in after.walk.objects} - clean.keys()
     find = lambda value: _find(value, lambda x: in_current_trace(x) or id(x) in inside, clean)
     old = len(layout.rows)
@@ -84,7 +84,7 @@ def without_escapes(after: After, layout: Layout, borrowed: Iterable[Any]) -> Af
 
     ended: dict[int, dict[Any, Const]] = {}  # by row and name, what comes out in place of a function
     for i, name, spec in statics:
-        if id(spec.value) in clean:  # as the initializers and functions that all layers have
+        if id(spec.value) in clean:  # such as an initializer or function that all layers have
             continue
         found = find(spec.value)
         if found is not None:
@@ -123,10 +123,10 @@ optax.inject_hyperparams(optax.adam)(learning_rate=rate)."""
 
 
 def _ended(value: Any, where: str, find: Callable[[Any], Any], made: dict[int, Any]) -> Any:
-    """``value`` with an :class:`Ended` in the place of each function in which ``find`` finds something.
+    """``value`` with an :class:`Ended` in place of each function in which ``find`` finds something.
 
-    The same for each Module that is itself what is found: it comes out of the trace at another place. ``where`` is the
-    place of the static value; ``made`` has the copies of lists, dicts and dataclasses so far, by the ids of these.
+    Also in place of each Module that ``find`` finds: it comes out of the trace at another place. ``where`` is the path
+    of the static value; ``made`` has the copies of lists, dicts and dataclasses so far, by the ids of the originals.
     """
     found = find(value)
     if found is None:
@@ -156,7 +156,7 @@ def _ended(value: Any, where: str, find: Callable[[Any], Any], made: dict[int, A
 def _find(value: Any, escapes: Callable[[Any], bool], clean: dict[int, Any]) -> Any:
     """The first object reached from ``value`` for which ``escapes`` is true; None if there is none.
 
-    What is reached without finding any is noted in ``clean``, and is not looked into again.
+    If there is none, what was visited is noted in ``clean``, and is not searched again.
     """
     seen: dict[int, Any] = {}
     stack, most = [value], len(clean) + _MOST
@@ -192,4 +192,4 @@ def _parts(value: Any) -> Iterable[Any]:
     return list(attributes.values()) if type(attributes) is dict else ()
 
 
-_EMPTY_CELL = types.CellType()  # of a variable that has no value yet
+_EMPTY_CELL = types.CellType()  # the cell of a variable that has no value yet

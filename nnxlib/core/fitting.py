@@ -2,12 +2,12 @@
 
 ``merge`` and ``update`` take States in many forms: as ``split`` returned them, changed by a transformation, restored
 from a checkpoint as nested dicts, or several of them, each with a part of the leaves. This file finds out which leaf
-belongs to which position of the layout, and whether it fits there: the same shape, the same kind of dtype, and for
-``update`` the same type of Variable.
+belongs to which position of the layout, and whether it fits there: it needs the same shape, the same kind of dtype, and
+for ``update`` the same type of Variable. The *aval* of a leaf is its shape and dtype.
 
-A State that is nested like the layout, with leaves of the types and avals at the split, is recognised in a few C calls
-(:func:`_values_that_fit`). Anything else is matched path by path (:func:`_matched`) and compared leaf by leaf
-(:func:`_misfitting`), which also finds what to say about each leaf that does not fit.
+A State that is nested like the layout, whose leaves have the same types and avals as those at the split, is recognised
+in a few C calls (:func:`_values_that_fit`). Anything else is matched path by path (:func:`_matched`) and compared leaf
+by leaf (:func:`_misfitting`), which yields a message for each leaf that does not fit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .traversals import sorted_by_path
 from .values import all_unshared, unshared
 from .variables import Variable, stored_value
 
-# The values of leaves; and by position, the type and metadata of Variables where these are not those of the layout.
+# The values of leaves; and by position, the type and metadata of Variables where these differ from the layout's.
 Values = tuple[list[Any], dict[int, tuple[type, Any]]]
 
 
@@ -43,7 +43,7 @@ Values = tuple[list[Any], dict[int, tuple[type, Any]]]
 
 
 def values_to_merge(graphdef: GraphDef, states: tuple[Any, ...], strict: bool) -> Values:
-    """The values in States for all leaves of a structure, and what Variables are to be otherwise.
+    """The values in States for all leaves of a structure, and the types and metadata of Variables where these differ.
 
     Raises:
       StateMismatchError: if they do not fit.
@@ -62,8 +62,8 @@ class ToWrite(NamedTuple):
     """What States bring to an object."""
 
     values: dict[int, Any]  # by position
-    metadata: dict[int, Any]  # by position, if they differ from those that its Variable has
-    new: list[tuple[int, Any, Variable]]  # new Variables: the row of the node, the name there
+    metadata: dict[int, Any]  # by position, where it differs from that of the Variable
+    new: list[tuple[int, Any, Variable]]  # (row of the node, name there, Variable) of each new Variable
 
 
 def values_to_write(
@@ -74,10 +74,10 @@ def values_to_write(
     strict: bool,
     attached: type[Variable],
 ) -> ToWrite:
-    """What States bring to an object with these leaves, and new Variables of the type ``attached``.
+    """What States bring to an object with these leaves; new Variables are taken if they are of the type ``attached``.
 
     Raises:
-      StateMismatchError: if there are leaves that do not fit, unless these are to be skipped.
+      StateMismatchError: if ``strict`` and there are leaves that do not fit; if not, these are skipped.
     """
     given = _leaves_by_position(layout, states)
     if given is not None and at_top_level():
@@ -110,7 +110,7 @@ def values_to_write(
 def _new_variables(
     layout: Layout, unexpected: dict[Path, Any], kind: type[Variable]
 ) -> list[tuple[int, Any, Variable]]:
-    """Take Variables of a type, for attributes that the nodes do not have yet, out of the unexpected leaves."""
+    """Take, out of the unexpected leaves, the Variables of a type that nodes can have as new attributes."""
     paths = [path for path, x in unexpected.items() if isinstance(x, kind) and path]
     rows = {path: i for i, path in enumerate(layout.paths) if type(layout.rows[i]) is NodeRow} if paths else {}
     found, nothing = [], Const.of(None)
@@ -128,7 +128,7 @@ def flat_state_of(layout: Layout, leaves: list[Any]) -> FlatState[Any]:
     """All leaves of a layout, in the order of their paths, as a FlatState.
 
     Raises:
-      StateMismatchError: if the list has another number of leaves.
+      StateMismatchError: if the number of leaves is another.
     """
     expected = tuple(sorted_by_path(layout.leaf_paths))
     if len(leaves) != len(expected):
@@ -146,7 +146,7 @@ def _listed_by_path(layout: Layout, states: tuple[Any, ...]) -> tuple[Any, ...]:
     """The States; in place of a list of leaves, a FlatState with their paths.
 
     Raises:
-      StateMismatchError: if the list has another number of leaves.
+      StateMismatchError: if the number of leaves is another.
     """
     leaves = states[0] if len(states) == 1 else None
     if type(leaves) is not list or any(isinstance(x, Mapping | FlatState | list | tuple) for x in leaves):
@@ -155,7 +155,7 @@ def _listed_by_path(layout: Layout, states: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _overlaid(states: list[dict]) -> dict:
-    """Nested dicts with the leaves of all; if several have a leaf at a path, with that of the last."""
+    """Nested dicts with the leaves of all; where several have a leaf at the same path, that of the last."""
     root: dict = {}
     stack = [(root, state) for state in reversed(states)]
     while stack:
@@ -172,7 +172,7 @@ def _overlaid(states: list[dict]) -> dict:
 
 
 def _leaves_by_position(layout: Layout, states: tuple[Any, ...]) -> dict[int, Any] | None:
-    """The leaves of States by position; None unless each is nested like the whole layout or one of its known groups."""
+    """The leaves of States by position; None unless each State is nested like the layout or a known group of it."""
     new: dict[int, Any] = {}
     for state in states:
         found = layout.leaves_in(state.raw_mapping) if isinstance(state, State) else None
@@ -183,7 +183,7 @@ def _leaves_by_position(layout: Layout, states: tuple[Any, ...]) -> dict[int, An
 
 
 def _matched(layout: Layout, states: tuple[Any, ...], avals: Sequence[Aval]) -> tuple[dict[int, Any], dict[Path, Any]]:
-    """The leaves of States by position; and by path those that are unexpected."""
+    """The leaves of States by position; and the unexpected ones by path."""
     flat, position = _flat_leaves(states, dict(zip(layout.leaf_paths, avals, strict=True))), layout.positions
     unexpected = {path: leaf for path, leaf in flat.items() if path not in position}
     return {position[path]: leaf for path, leaf in flat.items() if path in position}, unexpected
@@ -192,10 +192,10 @@ def _matched(layout: Layout, states: tuple[Any, ...], avals: Sequence[Aval]) -> 
 def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Path, Any]:
     """Path -> leaf of several States, for an object whose leaves have the paths and avals ``known``.
 
-    Two variants of known paths, as in checkpoints, are understood: ``'0'`` for ``0``, and a further key ``'value'``,
-    which is what JAX calls the value of a Variable. (Not below a value that is a mapping itself; but one without
-    leaves, such as what optax has in place of a masked moment, is stored as None.) If one array has that key, all
-    values have it, also those that are no arrays.
+    Two variants of known paths, as in checkpoints, are understood: ``'0'`` for ``0``, and a final key ``'value'``,
+    which is what JAX calls the value of a Variable. (Not below a value that is a mapping itself. But one without
+    leaves, such as what optax has in place of a masked moment, is stored as None.) If one array has the final key, all
+    values have it, even those that are no arrays.
     """
     by_string: dict[Path, Path] | None = None
     flat: dict[Path, Any] = {}
@@ -219,7 +219,7 @@ def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Pa
 
 
 def _items(state: Any, number: int, known: Collection[Path], plain: set[tuple[str, ...]]) -> Iterator[tuple[Path, Any]]:
-    """The leaves of a State for known paths; a mapping at a ``plain`` one, where no array was, is the value there."""
+    """(path, leaf) of each leaf of a State; at a ``plain`` path, where there was no array, a mapping is a leaf."""
     if isinstance(state, State) and not state:
         return
     if isinstance(state, FlatState):
@@ -259,7 +259,7 @@ def positions_in_nodes(layout: Layout) -> slice:
 
 
 def as_held(values: Sequence[Any], avals: Sequence[Aval]) -> list[Any]:
-    """Values for nodes to hold: a number in place of an array becomes one, since in an attribute numbers are static."""
+    """Values for nodes to hold: a number in place of an array becomes one, since a number in an attribute is static."""
     return [
         jnp.asarray(x) if isinstance(x, int | float | complex | np.generic) and aval is not None else x
         for x, aval in zip(values, avals, strict=True)
@@ -267,7 +267,7 @@ def as_held(values: Sequence[Any], avals: Sequence[Aval]) -> list[Any]:
 
 
 def unshared_leaves(values: list[Any], count: int) -> list[Any]:
-    """Leaves of which the first ``count``, the values of Variables, have copies of the dicts and lists in them."""
+    """Leaves, with copies of the dicts and lists in the first ``count``, which are the values of Variables."""
     return all_unshared(values) if len(values) == count else all_unshared(values[:count]) + values[count:]
 
 
@@ -279,7 +279,7 @@ def have_avals(values: list[Any], avals: list[Aval]) -> bool:
 
 
 def _values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> Values | None:
-    """The values of leaves, if their types and avals are those at the split; None if they need a closer look."""
+    """The values of leaves, if the types and avals are those at the split; None if they must be compared singly."""
     layout, n = graphdef.layout, len(graphdef.layout.variables)
     variables = leaves[:n]
     if [type(x) for x in variables] != layout.blueprint.variable_types:
@@ -292,7 +292,7 @@ def _values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> Values | None:
 
 
 def _values_compared(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[Path, Any], strict: bool) -> Values:
-    """The values of leaves, which are compared one by one with those at the split; a Variable may be of another type.
+    """The values of leaves, compared one by one with those at the split; a Variable may be of another type.
 
     Raises:
       StateMismatchError: naming the paths, and what was expected there.
@@ -320,7 +320,7 @@ model."""
 
 
 def _other_metadata(layout: Layout, variables: Iterable[tuple[int, Variable]]) -> dict[int, Any]:
-    """By position, the metadata of those Variables, given with their positions, that differ from the layout's."""
+    """By position, the metadata of Variables, given with their positions, where it differs from the layout's."""
     same = layout.blueprint.metadata
     return {
         k: x._metadata
@@ -330,7 +330,7 @@ def _other_metadata(layout: Layout, variables: Iterable[tuple[int, Variable]]) -
 
 
 def _with_keys(avals: Mapping[int, Aval], new: dict[int, Any]) -> dict[int, Any]:
-    """Leaves by position, with random keys made from raw data, which a checkpoint has in their place."""
+    """Leaves by position; raw data, which a checkpoint has in place of random keys, is made into keys."""
     dtypes = {k: aval[1] for k in new if (aval := avals.get(k)) and aval[1] is not None}
     keys = {k: dtype for k, dtype in dtypes.items() if _kind(dtype) is jax.dtypes.prng_key}
     return {**new, **{k: _as_key(new[k], dtype) for k, dtype in keys.items()}}
@@ -356,11 +356,11 @@ def _misfitting(
     unexpected: dict[Path, Any],
     types: Mapping[int, type] | None = None,
 ) -> list[Difference]:
-    """The differences between leaves and what they must be, as :func:`merge` and :func:`update` see them.
+    """The differences between leaves and what they must be for :func:`merge` and :func:`update`.
 
     They must have the types of the layout, or those in ``types``. A leaf of the class Variable itself, which older code
-    makes by ``VariableState(type=Param, value=x)``, counts as being of any type. Nearly all leaves fit; most of these
-    are passed over quickly, by their avals.
+    makes by ``VariableState(type=Param, value=x)``, counts as being of any type. Nearly all leaves fit, which the avals
+    alone show most often.
     """
     kinds = [(types or {}).get(k, kind) for k, kind in enumerate(_kinds(layout))]
     now = dict(zip(new, avals_of(raw_values(new.values())), strict=True))
@@ -393,7 +393,7 @@ def _fits(new: Aval, old: Aval) -> bool:
 
 
 def _compare(path: Path, expected: Any, given: Any) -> list[Difference]:
-    """The differences of two leaves; none if the given one is traced, or was cast within a kind (float32 to bfloat16).
+    """The differences of two leaves; none if the given one is traced, or cast within a kind (float32 to bfloat16).
 
     In place of an array there may be an object of a user's pytree class, such as an array with named axes.
     """
@@ -426,19 +426,16 @@ def _kind(dtype: Any) -> Any:
 
 # --- axes that a transformation has added -----------------------------------------------------------------------------
 
-# A State may come out of a mapped function, or be a slice of a stack. So other shapes are accepted, if they have come
-# about in one of these ways. `merge` knows all of them, `update` the second, for kinds of which all leaves are given.
+# A State may come out of a mapped function, or be a slice of a stack. So other shapes are accepted in these cases; by
+# `merge` in all of them, by `update` in the second, for kinds of which all leaves are given.
 #
-# - No value is an array any more: the function gives labels, say, in place of arrays.
-# - All leaves of a kind (a type of Variable, or bare arrays) have got, or lost, the same adjacent axes (`_stacked`).
-# - Several leaves have got the same first axis, and no other shape differs (`_some_stacked`).
+# - No value is an array any more: the function gave labels, say, in place of arrays.
+# - All leaves of a kind (a type of Variable, or bare arrays) have gained or lost the same adjacent axes (`_stacked`).
+# - Several leaves have gained the same first axis, and no other shape differs (`_some_stacked`).
 
 
 def _avals_once_mapped(kinds: Sequence[Any], before: Sequence[Aval], values: Sequence[Any]) -> list[Aval]:
-    """The avals that leaves must have if a function may have been mapped over them.
-
-    It may have stacked all leaves of a kind; or none of its results may be an array.
-    """
+    """The avals that leaves must have if a function may have been mapped over them: any of the three cases."""
     after = avals_of(values)
     if all(new is None and x is not None for x, old, new in zip(values, before, after, strict=True) if old is not None):
         return [None] * len(before)
@@ -448,7 +445,7 @@ def _avals_once_mapped(kinds: Sequence[Any], before: Sequence[Aval], values: Seq
 def _some_stacked(before: Sequence[Aval], after: Sequence[Aval]) -> list[Aval]:
     """The avals that leaves must have if a function may have been mapped over some of them, such as those of a filter.
 
-    Then several leaves have other shapes, and all of these the same new axis in front; axes of length 1 do not count.
+    Then several leaves have other shapes, all with the same new first axis; axes of length 1 do not count.
     """
     pairs = zip(before, after, strict=True)
     others = [(old[0], new[0]) for old, new in pairs if old and new and old[0] != new[0]]
@@ -472,7 +469,7 @@ def _stacked_where_all_are_given(layout: Layout, before: dict[int, Aval], new: M
 
 
 def _stacked(kinds: Sequence[Any], before: Sequence[Aval], after: Sequence[Aval]) -> list[Aval]:
-    """The avals that leaves must have if all leaves of a kind may have got, or lost, the same axes."""
+    """The avals that leaves must have if all leaves of a kind may have gained or lost the same axes."""
     changes: dict[Any, set] = {}
     for kind, old, new in zip(kinds, before, after, strict=True):
         if old is not None and new is not None:
@@ -486,7 +483,7 @@ def _stacked(kinds: Sequence[Any], before: Sequence[Aval], after: Sequence[Aval]
 
 
 def _stacking(old: tuple[int, ...], new: tuple[int, ...]) -> set[tuple[bool, int, tuple[int, ...]]]:
-    """The ways in which adjacent axes may have been added to, or taken from, a shape: (whether taken, where, sizes)."""
+    """How adjacent axes may have been added to a shape, or removed: all possible (whether removed, where, sizes)."""
     long, short = (old, new) if len(old) > len(new) else (new, old)
     n = len(long) - len(short)
     places = [k for k in range(len(short) + 1) if n and long[:k] + long[k + n :] == short]

@@ -19,9 +19,9 @@ from .retraces import Traces
 
 
 class JitCrossing(Crossing):
-    """A :class:`Crossing` each trace of which is watched, and noted in ``traces``; it takes lanes like any other.
+    """A :class:`Crossing` whose traces are watched, and noted in ``traces``; it takes ``lanes`` as any other does.
 
-    The ``literals``, by the positions of the leaves, are not passed to :meth:`run` (closure_inputs.py).
+    The ``literals`` (closure_inputs.py), given by position, stand for leaves that are not passed to :meth:`run`.
     """
 
     def __init__(self, layout: Layout, traces: Traces, literals: Mapping[int, Any], *lanes: Any):
@@ -33,7 +33,7 @@ class JitCrossing(Crossing):
 
         Raises:
           CapturedObjects: if the function captures objects that it is not lent.
-          AbsentInput: if it reads a leaf that it was not given, or if nothing is lent, since no trace was expected.
+          AbsentInput: if it reads a leaf that it was not given; or if nothing is lent, because no trace was expected.
         """
         leaves = [self.literals.get(k, leaf) for k, leaf in enumerate(leaves)] if self.literals else leaves
         found = super().run(f, leaves, forced)

@@ -2,13 +2,12 @@
 
 At top level a program goes through ``jax.jit``. So a loop that is called again is neither traced nor compiled again, as
 with ``jax.lax``. Inside of a trace, such as that of a training step, a program is traced by itself, and its equations
-are put into the trace around it; another call with leaves of the same types only puts in the equations. So of forty
+are inlined into the enclosing trace; another call with leaves of the same types only inlines them again. So of forty
 equal layers that are recomputed in the backward pass, only one is traced.
 
-A body that captures a Module, or arrays of the trace around it, is traced at each call, since these may have changed.
-So is one that looks at a place to which a Module has come. And so is every body while a quantiser or an exporter has
-replaced functions of JAX: a program that was kept would lack the replacements, and one that is made now would have them
-later, too.
+A body is traced at each call if it captures a Module, or arrays of the enclosing trace, since these may have changed;
+or if it refers to a place where there is a Module now, and was none. So is every body while a quantiser or an exporter
+has replaced functions of JAX: a program kept from before would lack the replacements, and one made now would keep them.
 """
 
 from __future__ import annotations
@@ -47,21 +46,21 @@ from .lift import Arguments
 class Program:
     """An operation on a list of leaves.
 
-    At top level it is ``jitted``: compiled, as JAX compiles loops, and :func:`watched` while it is traced. If it is not
-    ``compiled``, its operations are called one by one.
+    At top level it is ``jitted``, as JAX compiles loops, and :func:`watched` while it is traced. If it is not
+    ``compiled``, its operations are executed one by one.
     """
 
     __slots__ = ("_traced", "captures", "conditions", "function", "jitted", "kinds", "until")
 
-    until: list[weakref.ref]  # to its functions; when one of them is gone, the program is forgotten
+    until: list[weakref.ref]  # to its functions; when one of these is gone, the program is forgotten
 
     def __init__(self, function: Callable, jitted: Callable | None = None, *, compiled: bool = True):
         self.function = function
         self._traced: Any = jax.jit(watched(function))  # once: `jax.make_jaxpr` jits at each call
         self.jitted = jitted or (jax.jit(watched(function)) if compiled else self._inlined)
-        self.captures = False  # whether it was found to capture objects
-        self.kinds: list[type] = []  # the types of other objects to which its functions refer
-        self.conditions: list[Conditions] = []  # while they hold, the functions refer to no further objects
+        self.captures = False  # whether it is known to capture objects
+        self.kinds: list[type] = []  # the types of the objects to which its functions refer
+        self.conditions: list[Conditions] = []  # while these hold, the functions refer to no other objects
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         if not self.captures and not followed():
@@ -75,7 +74,7 @@ class Program:
         return self.function(list(leaves))
 
     def look_at(self, functions: Sequence[Callable]) -> None:
-        """Note what the functions refer to. If they capture objects, it is not needed, and might keep these alive."""
+        """Note what the functions refer to; not if they capture objects, which would be kept alive in vain."""
         found = [search(f) for f in functions]
         self.captures |= any(each.used_unnoticed() for each in found)
         found = [] if self.captures else found
@@ -84,7 +83,7 @@ class Program:
         self.kinds = [type(way.value) for each in found for way in each.ways_to_objects()]
 
     def _inlined(self, leaves: list[Any]) -> Any:
-        """Put the equations of the program into the running trace; traced only if none was for leaves of such types.
+        """Inline the equations of the program into the running trace; it is traced once for leaves of the same types.
 
         Raises:
           CapturedObjects: if the function captures objects.
@@ -98,7 +97,7 @@ class Program:
             traced = jitted.trace(leaves)
             if len(traced.jaxpr.in_avals) <= len(flat):
                 return traced.jaxpr, traced.out_info
-            # It also takes arrays of the trace around it; here they are constants.
+            # It also takes arrays of the enclosing trace, which are constants here.
             found = jax.make_jaxpr(jitted.__wrapped__, return_shape=True)(leaves)  # from JAX's cache
             self._traced = None  # then JAX forgets the trace, too
             return found
@@ -108,7 +107,7 @@ class Program:
 
 
 def watched(function: Callable) -> Callable:
-    """A function that raises CapturedObjects if it refers to live objects, whose present values would be kept."""
+    """A function that raises CapturedObjects if it uses live objects, whose present values would be kept."""
 
     @functools.wraps(function)
     def wrapper(*args: Any) -> Any:
@@ -120,7 +119,7 @@ def watched(function: Callable) -> Callable:
 class WeakFunction:
     """A weak reference to a function, which can be called in its place.
 
-    The programs that are kept on a function refer to it by this, so that it does not keep itself alive. Whoever calls a
+    The programs that are kept on a function refer to it by this, so that it does not keep itself alive. The caller of a
     program has to keep its functions alive meanwhile.
     """
 
@@ -153,12 +152,12 @@ class WeakFunction:
 
 
 def weakly(f: Callable) -> Callable:
-    """``f`` as a program has to refer to it: weakly, if it is a function, on which the program may be kept."""
+    """``f``, as a program has to refer to it: weakly, if it is a function, on which the program may be kept."""
     return WeakFunction(f) if _is_function(f) else f
 
 
 def _is_function(f: Any) -> bool:
-    """Whether this is a function, or does what a function does: a jitted one, or one of JAX itself (jax.nn.relu)."""
+    """Whether this is a function, or is as constant as one: a jitted one, or one of JAX itself (jax.nn.relu)."""
     if isinstance(f, types.FunctionType) or is_jitted(f):
         return True
     module = getattr(f, "__module__", None) or ""
@@ -166,7 +165,7 @@ def _is_function(f: Any) -> bool:
 
 
 def as_function(f: Callable) -> Callable:
-    """``f``, or a new function that calls it, on which programs can be kept; the caller has to keep that alive."""
+    """``f``, or a new function that calls it, on which programs can be kept; the caller has to keep it alive."""
     if _is_function(f):
         return f
     method = f if isinstance(f, types.MethodType) else f.__call__  # a search reads its code
@@ -180,11 +179,11 @@ def as_function(f: Callable) -> Callable:
 
 
 def settings_of(f: Callable) -> Hashable:
-    """The attributes on which a program depends that was made of a method of a plain object, or of a callable object.
+    """What a program made from a method of a plain object, or from a callable object, depends on: its attributes.
 
-    Of a Module among them only the type matters, since another one is noticed (:meth:`Program.look_at`). Arrays are
-    compared by identity, all else by value; if something cannot be compared, the result is equal to no other. A
-    function has no such attributes.
+    Of a Module among them only the type counts, since another one is noticed (:meth:`Program.look_at`). Arrays are
+    compared by identity, all else by value; if something cannot be compared, the result equals no other. A function has
+    no such attributes.
     """
     holder = f.__self__ if isinstance(f, types.MethodType) else f
     if isinstance(holder, Node) or _is_function(holder):
@@ -213,19 +212,19 @@ class _Programs(dict):
 def program_of(functions: tuple[Callable, ...], layout: Layout, key: tuple, make: Callable[[], Program]) -> Program:
     """The program of some functions for arguments of a layout, cached on the first of them, while all of them live.
 
-    The ``key`` says what the program depends on besides these, and the settings of Modules that functions among the
-    arguments' static values hold, such as ``attention_fn=partial(attend, rope=RoPE())``.
+    The ``key`` says what the program depends on besides these, and besides the settings of Modules in functions among
+    the static values of the arguments, such as ``attention_fn=partial(attend, rope=RoPE())``.
 
-    It is cached for functions only (:func:`_is_function`), since other callables may change what they do. ``functions``
-    are what :func:`weakly` returns, and the program has to refer to them by that. While functions of JAX are replaced,
-    each call has a program of its own.
+    It is cached only for functions (:func:`_is_function`), since other callables may change what they do. ``functions``
+    are those that :func:`weakly` returns, and the program has to refer to these. While functions of JAX are replaced,
+    each call has its own program.
     """
     if not all(isinstance(f, WeakFunction) for f in functions) or functions_are_replaced():
         return make()
     plain = [f.__wrapped__ for f in functions]
     programs = plain[0].__dict__.setdefault(PROGRAMS, _Programs())
     held = [table_of(x).layout for x in held_in(layout) if issubclass(type(x), Node)]
-    # With the functions themselves: functools.wraps copies the attribute to other functions.
+    # The functions are part of the key, since functools.wraps copies the attribute to other functions.
     key = (functions, layout, *held, *key)
     program = programs.get(key)
     if program is None:
@@ -244,14 +243,14 @@ def program_of(functions: tuple[Callable, ...], layout: Layout, key: tuple, make
 
 
 def _forget(reference: weakref.ref[_Programs], key: tuple, _: weakref.ref) -> None:
-    """Drop a program, one of whose functions is gone."""
+    """Forget a program, one of whose functions is gone."""
     programs = reference()
     if programs is not None:
         programs.pop(key, None)
 
 
 def run_program(program: Callable[[list[Any]], Any], packed: Packed, *extra: Any) -> Any:
-    """Run a program on the packed leaves and ``extra`` ones; commit the leaves and the Outcome that it returns."""
+    """Run a program on the packed leaves and ``extra`` ones, and commit the leaves and the Outcome that it returns."""
     try:
         leaves, outcome = program([*packed.leaves, *extra])
     except TypeError as error:
