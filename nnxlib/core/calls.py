@@ -10,9 +10,9 @@ trace. Then the wrapper
 
 An exception gets a note from each call that it leaves, in eager code too (call_notes.py).
 
-Eager calls are not recorded anywhere, since they are frames on Python's stack. Whoever needs a path there (an error, a
-trace that begins, ``nnx.current_path``) finds the running Modules in the frames of the wrappers (:func:`_from_frames`).
-So paths cost an eager call nothing.
+Eager calls are not recorded, since they are frames on Python's stack. Whatever needs a path there (an error, the start
+of a trace, ``nnx.current_path``) finds the running Modules in the frames of the wrappers (:func:`_from_frames`). So
+paths cost an eager call nothing.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def observed(method: Callable, name: str) -> Callable:
 
 
 def _follow(listener: Listener, method: Callable, name: str, self: Any, args: tuple, kwargs: dict) -> Any:
-    if not is_node(self):  # `Layer.__call__(x, ...)` may lend a method to any object
+    if not is_node(self):  # `Layer.__call__(x, ...)` may apply a method to any object
         return method(self, *args, **kwargs)
     if Watch.all and self._nnx_is_captured:
         notice(self)
@@ -131,11 +131,11 @@ def current_listener() -> Listener | None:
     return _active.listener or _from_frames()
 
 
-_CALLS = "_nnx_calls"  # the attribute of an error that keeps a listener with the eager calls that it has yet to leave
+_CALLS = "_nnx_calls"  # the attribute of an error for a listener with the eager calls that it has yet to leave
 
 
 def _add_note_eagerly(error: Exception, module: Any, name: str, args: tuple, kwargs: dict) -> None:
-    """Note that an error leaves an eager call; the frames and the model are searched once for all levels."""
+    """Add a note to an error that leaves an eager call; frames and model are searched once for all levels."""
     if not is_node(module):
         return
     listener: Listener | None = vars(error).pop(_CALLS, None)
@@ -180,11 +180,11 @@ def call_recording(
         listener.collector, listener.on_call = outer
 
 
-following: list[Listener] = []  # of all threads; while it is empty, :func:`followed` need not be asked
+following: list[Listener] = []  # in all threads; while it is empty, :func:`followed` is False
 
 
 def followed() -> bool:
-    """Whether the calls in this thread are followed, or what they sow is recorded: then they must not be cached."""
+    """Whether the calls in this thread are followed, or what they sow is captured: then they must not be cached."""
     listener = _active.listener
     return listener is not None and (listener.on_call is not None or listener.collector is not None)
 
@@ -225,7 +225,7 @@ def note_copies(originals: Sequence[Any], copies: Sequence[Any]) -> None:
 
 
 def note_paths(layout: Any, objects: Sequence[Any]) -> None:
-    """Note objects that have been packed: they may be about to enter a transform, in which they keep their paths."""
+    """Note objects that have been packed, perhaps for a transform, in which they keep their paths."""
     (_active.listener or _active).packed[layout] = objects
 
 

@@ -11,16 +11,16 @@ further inputs:
    and belong to the trace, so the function may read and write them through any reference it has. Afterwards, also
    when the trace fails, they are exactly as before. What changed is in the Delta, and is committed as for an argument.
 
-Reading a plain attribute is not noticed. So Modules of which code may read one count as captured before the first
-trace: those that the function refers to (references.py), and those that its arguments hold besides data (held.py). Each
-call checks that the function still refers to the same objects, and that there are none where there were none
+Reading a plain attribute is not noticed. So if code may read one, its Module counts as captured before the first
+trace: those to which the function refers (references.py), and those that its arguments hold besides data (held.py).
+Each call checks that the function still refers to the same objects, and that there are none where there were none
 (conditions.py). A function without closures pays one test of :attr:`Watch.all` per read, and only while something is
 being traced.
 
 One thread at a time borrows. A trace that would borrow while another thread does is abandoned (:class:`Occupied`), and
 made again later. It must not wait inside the trace, since JAX makes a thread wait for what another one is tracing.
-Other threads find the values of a borrowed Variable as they were (:class:`~nnxlib.core.inputs.LentInput`), and so they
-find what a borrowed node holds, where they pack, copy or pickle it (:func:`contents_and_marks`).
+Other threads see the values of a borrowed Variable as they were (:class:`~nnxlib.core.inputs.LentInput`), and also the
+content of a borrowed node, where they pack, copy or pickle it (:func:`contents_and_marks`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Running = Mapping[int, RunningCode]  # by the id of the code
 
 
 def running_in(functions: Iterable[types.FunctionType]) -> Running:
-    """The code of functions, as if it was running."""
+    """The code of these functions, as if it were running."""
     return {id(f.__code__): RunningCode(f.__code__, f.__globals__) for f in functions}
 
 
@@ -91,7 +91,7 @@ class Watch:
         self.outer, self.frame = outer, frame  # the frame that watches
         self.running = dict[int, RunningCode]()
         self.outside: list[TraceRef] = [None, _thread.caller, *(outer.outside if outer else ())]
-        self.roots: list[Any] = []  # what is captured, without what is below another of these
+        self.roots: list[Any] = []  # what is captured, without the objects below others
         self.covered: dict[int, Any] = {}  # by id; keeps the objects alive, so that no id is reused
         self.lacks_input = False  # whether the trace reads a value that it was not given
 
@@ -133,7 +133,7 @@ def notice(x: Any) -> None:
 
 
 def is_captured(x: Any) -> bool:
-    """Whether the running trace has noticed an object, so that it will be made again with this input."""
+    """Whether the running trace has noticed an object, so will be made again with it as an input."""
     return _thread.watch is not None and id(x) in _thread.watch.covered
 
 
@@ -152,7 +152,7 @@ def notice_all(objects: Iterable[Any]) -> None:
 def absent_input() -> AbsentInput:
     """The error to raise where a value is read that was not given.
 
-    User code may catch it. So the outermost watch of this thread, that of the call which did not give the value, raises
+    User code may catch it. So the outermost watch of this thread, that of the call which did not pass the value, raises
     it again.
     """
     watch = _thread.watch
@@ -171,8 +171,8 @@ def note_running(running: Running) -> None:
         watch = watch.outer
 
 
-# This, `call_lending` and `call_borrowing` are no context managers: Python may handle an interrupt as it enters an
-# `__exit__`, which then undoes nothing. In the end of a `try` statement it does so only after calls.
+# This, `call_lending` and `call_borrowing` are no context managers: Python may handle an interrupt when it enters an
+# `__exit__`, which then undoes nothing. In a `finally` clause it handles interrupts only after calls.
 def call_watched(f: Callable[..., R], /, *args: Any) -> R:
     """Call ``f``, and watch for captured objects, unless it runs in the trace of its caller (under jax.disable_jit).
 
@@ -202,7 +202,7 @@ def call_watched(f: Callable[..., R], /, *args: Any) -> R:
 
 
 def call_unwatched(f: Callable[..., R], /, *args: Any) -> R:
-    """Call ``f``, which uses objects that are nobody's but the library's, without a watch of this thread."""
+    """Call ``f``, which uses only objects of the library itself, without the watch of this thread."""
     watch = _thread.watch
     try:
         _thread.watch = None
@@ -239,7 +239,7 @@ class Loans:
 
 
 def is_lent_elsewhere(trace: TraceRef) -> bool:
-    """Whether objects that belong to ``trace`` are live ones, which a trace of another thread has borrowed."""
+    """Whether objects that belong to ``trace`` are live ones that a trace of another thread has borrowed."""
     thread, traces = Loans.now
     return trace in traces and thread != threading.get_ident()
 
@@ -248,7 +248,7 @@ def contents_and_marks(node: Any) -> tuple[Any, Any]:
     """What a node holds, and its marks: as they are outside of the trace, if another thread has borrowed it."""
     if node._nnx_trace is not None and is_lent_elsewhere(node._nnx_trace):
         saved = Loans.saved.get(id(node))
-        if saved is not None:  # else it was given back meanwhile
+        if saved is not None:  # else it was given back in the meantime
             return saved[1], saved[2]["_nnx_marks"]
     return node._nnx_contents(), node._nnx_marks
 
@@ -301,5 +301,5 @@ def _restore(objects: Sequence[Any], saved: Sequence[tuple]) -> None:
 
 
 def all_borrowed() -> tuple[Any, ...]:
-    """The live objects that the running traces of this thread have borrowed, the innermost and those around it."""
+    """The live objects that all running traces of this thread have borrowed."""
     return _thread.borrowed

@@ -30,7 +30,12 @@ Aval = tuple[tuple[int, ...], Any] | None
 
 
 class Difference(NamedTuple):
-    """One place where two things differ: ``kind`` says in what, ``before`` and ``after`` are as shown to a user."""
+    """One place where two things differ: ``kind`` says in what, ``before`` and ``after`` are as shown to a user.
+
+    >>> import nnxlib as nnx
+    >>> list(nnx.diff(nnx.Dropout(0.5), nnx.Dropout(0.1)))
+    [Difference(path=('rate',), kind='static', before='0.5 (float)', after='0.1 (float)')]
+    """
 
     path: tuple
     kind: str

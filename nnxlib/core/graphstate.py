@@ -14,7 +14,14 @@ from .state import State, flatten_with_keys
 
 
 class GraphState(MutableMapping, Generic[A]):
-    """A GraphDef together with its State, as one pytree; reads and writes like the State."""
+    """A GraphDef together with its State, as one pytree; reads and writes like the State.
+
+    >>> import nnxlib as nnx, jax
+    >>> pair = nnx.GraphState(*nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0))))
+    >>> doubled = jax.tree.map(lambda x: 2 * x, pair)
+    >>> bool((doubled.kernel.value == 2 * pair.kernel.value).all())
+    True
+    """
 
     __slots__ = ("_graphdef", "_state")
 

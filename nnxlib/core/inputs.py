@@ -1,9 +1,9 @@
-"""Inputs: which of the values that a trace is given are read.
+"""Inputs: which of the values that are given to a trace are read.
 
 A jitted function is traced once and called often, and each call takes time for each array that is passed, read or not.
 So while the function is traced, its Variables keep their values in :class:`Input` cells instead of plain ones. If the
-value of an Input was never read, neither that value nor its shape or dtype can have influenced the trace. Then the
-compiled function need not take it. A later trace that does read it finds it *absent*, and is abandoned.
+value of an Input was never read, neither the value nor its shape or dtype can have influenced the trace. So the
+compiled function need not take it. For a later trace that reads it, it is *absent*, and this trace is abandoned.
 """
 
 from __future__ import annotations

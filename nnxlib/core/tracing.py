@@ -1,11 +1,11 @@
 """Traces of JAX: which one is running; and everything else that depends on JAX's internals or its version.
 
 A *trace* is JAX's record of a function while it runs on tracers. An object remembers the trace under which it was made:
-``None`` at top level, else a weak reference, so that no live object keeps a trace alive. It may only be written while
-that very trace is running, since otherwise a tracer could outlive its trace.
+``None`` at top level, else a weak reference, so that no live object keeps a trace alive. It may be written only while
+this trace is running, since otherwise a tracer could outlive its trace.
 
-The other sections are about arrays and meshes, about jaxprs and the name scopes of their equations, and about frames:
-those that tracebacks show, and the memory for them.
+The other sections, which are here because they depend on JAX's internals, are about arrays and meshes, about jaxprs and
+the name scopes of their equations, and about stack frames: which ones tracebacks show, and the memory for them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jax._src import core as _core
 from jax._src import source_info_util as _source_info
 from jax._src import traceback_util as _frames
 
-# The traces of derivatives and of vmap, which hand each operation, transformed, to the trace around them.
+# The traces of derivatives and of vmap, which pass each operation, transformed, to the enclosing trace.
 from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 from jax._src.interpreters.batching import BatchTrace
 
@@ -71,7 +71,7 @@ def at_top_level() -> bool:
 
 
 def runs_eagerly() -> bool:
-    """Whether operations compute now, as they also do in an eager ``jax.grad`` or ``jax.vmap``: no program is made.
+    """Whether operations compute at once, as they also do in an eager ``jax.grad`` or ``jax.vmap``.
 
     False under a transformation that is not known to take every operation, such as ``jax.experimental.jet``.
     """
@@ -85,7 +85,7 @@ _TRANSFORMING = (JVPTrace, LinearizeTrace, BatchTrace)
 
 
 def abandon_trace() -> None:
-    """Let go of what the running trace, which has failed, has taken for constants: JAX would keep them forever."""
+    """Drop the constants of the running trace, which has failed: JAX would keep them forever."""
     if not at_top_level():
         running_trace().invalidate()
 
@@ -104,7 +104,7 @@ def is_deleted(value: object) -> bool:
 
 
 def is_readable(x: jax.Array) -> bool:
-    """Whether this process can read all of a concrete array: not if it was donated, or parts are in other processes."""
+    """Whether this process can read a whole concrete array: not if it was donated, or has parts in other processes."""
     return not x.is_deleted() and (x.is_fully_addressable or x.is_fully_replicated)
 
 
@@ -129,7 +129,7 @@ def resharded(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
 
 
 def varying_as(x: jax.Array, other: jax.Array) -> jax.Array:
-    """``x``, known to differ between the devices of a ``shard_map`` between which ``other`` differs."""
+    """``x``, marked as varying over the axes of a ``shard_map`` over which ``other`` varies."""
     axes = tuple(_varying(other) - _varying(x))
     if not axes:
         return x
@@ -138,7 +138,7 @@ def varying_as(x: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def zeros_of(type_: Any) -> jax.Array:
-    """Zeros of a type that ``jax.typeof`` has returned: with its sharding, and varying over the same devices."""
+    """Zeros of a type from ``jax.typeof``: with its sharding, and varying over the same axes."""
     if jax.numpy.issubdtype(type_.dtype, jax.dtypes.prng_key):  # of which JAX would make zero tangents
         return jax.numpy.zeros(type_.shape, type_.dtype)
     return ad.zeros_like_aval(type_)
@@ -151,12 +151,12 @@ def _varying(x: jax.Array) -> frozenset[str]:
 
 # --- jaxprs ---------------------------------------------------------------------------------------------------------
 
-# The same function as jax.extend.core's, whose import takes long, since it loads Pallas.
+# The same function as in jax.extend.core, whose import is slow, since it loads Pallas.
 jaxpr_as_fun = _core.jaxpr_as_fun
 
 
 def evaluate(closed: Any, *args: Any) -> list[Any]:
-    """Call a closed jaxpr; unlike the function of :func:`jaxpr_as_fun`, with JAX's checks for NaNs, if these are on."""
+    """Call a closed jaxpr; unlike what :func:`jaxpr_as_fun` returns, with JAX's checks for NaNs, if these are on."""
     return list(_core.eval_jaxpr(getattr(closed, "jaxpr", closed), closed.consts, *args))
 
 
@@ -166,11 +166,11 @@ def inputs_needed(closed: Any, outputs: Collection[int]) -> list[bool]:
     return partial_eval.dce_jaxpr(jaxpr, [n in outputs for n in range(len(jaxpr.outvars))])[1]
 
 
-_SCOPE = "<name scope>"  # the file name in a traceback that tells the name scope of an equation
+_SCOPE = "<name scope>"  # the file name of the frame that has the name scope of an equation
 
 
 def named_equations(closed: Any, change: Callable[[dict[str, Any], Any], dict[str, Any]]) -> Any:
-    """A closed jaxpr in which the traceback of each equation tells its name scope, and the line of the user's code.
+    """A closed jaxpr in which the traceback of each equation shows its name scope, and the line of the user's code.
 
     ``change(params, traceback)`` gives the new parameters of an equation.
     """
@@ -206,7 +206,7 @@ def _traceback_here() -> Any:
 
 
 def scope_of(traceback_info: Any) -> str | None:
-    """What the traceback of an equation tells, if it was made by :func:`named_equations`."""
+    """The name scope, and the line, that the traceback of an equation shows, if :func:`named_equations` made it."""
     frames = getattr(traceback_info, "frames", ())
     return next((frame.function_name for frame in frames if frame.file_name == _SCOPE), None)
 
@@ -221,14 +221,14 @@ _source_info.register_exclusion(_PACKAGE)  # so the operations of a layer show t
 _JAX = os.path.join(os.path.dirname(os.path.abspath(jax.__file__)), "")
 
 
-@functools.cache  # JAX searches its list for each frame
+@functools.cache  # JAX searches its list of exclusions for each frame
 def is_users(file: str) -> bool:
     """Whether a file belongs neither to nnxlib nor to JAX (which does not hide all of its own from tracebacks)."""
     return _frames.include_filename(file) and not file.startswith(_JAX)
 
 
 def level_of_user() -> int:
-    """The ``stacklevel`` with which a warning points to the user's code that the caller was called from."""
+    """The ``stacklevel`` with which a warning of the caller points to the user's code."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
@@ -242,15 +242,15 @@ _INSTALLED = f"{os.sep}site-packages{os.sep}"
 def enclosing_transform() -> tuple[str | None, list[str]]:
     """The innermost transform around the code: ``"nnx"`` for one of nnxlib, else its name, such as ``"jax.lax.scan"``.
 
-    ``"jax"`` if it is one of JAX whose name cannot be told, None if there is none. Also the names of the installed
-    packages through which the user's code calls the transform. All this is read from the frames, which is slow: for
-    error messages alone.
+    ``"jax"`` if it is one of JAX whose name cannot be found, None if there is none. Also the names of the installed
+    packages through which the user's code calls the transform. It searches the frames, which is slow: only for error
+    messages.
     """
     frame, names = sys._getframe(1), []
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_JAX) and not file.endswith("tree_util.py"):
-            # a function that is returned, as in ``jax.grad(f)(x)``, tells by its qualified name what has made it
+            # the qualified name of a returned function, as in ``jax.grad(f)(x)``, begins with what made it
             names.append(frame.f_code.co_qualname.partition(".")[0].lstrip("_"))
         elif names:
             break
@@ -282,12 +282,12 @@ _OWN = __name__.partition(".")[0] + "."
 
 
 def with_room(f: Callable[..., R], /, *args: Any) -> R:
-    """Call ``f`` with half a megabyte at hand for the frames of Python functions; for traces, which nest deeply.
+    """Call ``f`` with half a megabyte reserved for the frames of Python functions; for traces, which nest deeply.
 
-    CPython takes memory for frames from the system in pieces of 16 KiB, and up to 3.13 gives each back as soon as no
-    frame is in it. So a loop that happens to run where a piece ends takes and gives one back for each function that it
-    calls, and a trace may take a fifth longer. But a frame that needs more gets the next power of two, and the frames
-    of what it calls lie in the rest of that.
+    CPython allocates memory for frames in chunks of 16 KiB, and up to 3.13 frees a chunk as soon as no frame is in it.
+    So a loop that happens to run at the end of a chunk allocates and frees one for each function that it calls, and a
+    trace may take a fifth longer. But a frame that needs more gets a chunk of the next power of two, and the frames of
+    the functions that it calls use the rest of that.
     """
     return f(*args)
 
@@ -317,12 +317,12 @@ def hide_frames(error: BaseException) -> None:
         if mode != "tracebackhide":
             found.with_traceback(kept)  # sets no attribute, which the error may refuse: a frozen dataclass, say
         if is_own(type(found.__context__).__module__) and not isinstance(found.__context__, Exception):
-            found.__context__ = None  # it ended a trace, to begin another one (CapturedObjects, AbsentInput)
+            found.__context__ = None  # it only abandoned a trace (CapturedObjects, AbsentInput)
         found = found.__cause__ or found.__context__
 
 
 def boundary(f: Callable[P, R]) -> Callable[P, R]:
-    """``f``, with the frames of nnxlib hidden in errors that leave it, and a note if its signature is not met."""
+    """``f``, with the frames of nnxlib hidden in errors that leave it, and a note if the arguments do not fit it."""
 
     @functools.wraps(f)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

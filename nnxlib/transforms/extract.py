@@ -260,7 +260,7 @@ def split_inputs(f: Callable = MISSING, *, ctxtag: Hashable = "split_merge_input
 def merge_inputs(f: Callable = MISSING, *, ctxtag: Hashable = "split_merge_inputs") -> Callable:
     """Let a function of Modules take what :func:`split_inputs` passes; it returns ``(arguments, output)`` in that form.
 
-    Arguments that are not objects come back as None.
+    Arguments that are not objects come back as None. There is an example at :func:`split_inputs`.
     """
     if f is MISSING:
         return functools.partial(merge_inputs, ctxtag=ctxtag)

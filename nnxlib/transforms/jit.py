@@ -303,6 +303,12 @@ class JitWrapped(Jitted, Generic[P, R]):
         """Trace and lower for these arguments, or abstract arrays.
 
         What ``.compile()`` returns is called without the static arguments, as in JAX.
+
+        >>> import nnxlib as nnx, jax.numpy as jnp
+        >>> layer, x = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jnp.ones((1, 2))
+        >>> compiled = nnx.jit(lambda layer, x: layer(x)).lower(layer, x).compile()
+        >>> compiled(layer, x).shape
+        (1, 3)
         """
         return self._stage("lower", args, kwargs)
 

@@ -50,7 +50,7 @@ class _NamedLabel(type):
 
 
 class Carry(metaclass=_NamedLabel):
-    """The label of what is passed from one iteration to the next. The class itself is the label: ``nnx.Carry``."""
+    """The label of what one iteration passes to the next: the class itself; :func:`scan` has an example."""
 
 
 @lifts_classes()
