@@ -92,7 +92,9 @@ class Listener:
         self.on_call = on_call
         self.packed: dict[Any, Sequence[Any]] = {}  # by layout, the objects that were last packed with it
         self.outer: Listener | None = None  # of the enclosing trace: knows the objects captured by this one
-        self.base: Callable[[], Path] | None = None  # the outer path of the Module in whose call this trace began
+        self.base: Callable[[], Path | None] = lambda: (
+            None
+        )  # the outer path of the Module in whose call this trace began
         self.copies: list[tuple[Any, Any]] = []  # in a capture: nodes that share the Variables of others, and these
         self.collector: Collector | None = None  # of an enclosing `nnx.capture`
 
@@ -104,7 +106,7 @@ class Listener:
 
     def current(self) -> Path | None:
         """The path of the Module whose method is running; None if none is."""
-        return self.path_of(self.stack[-1][0]) if self.stack else self.base() if self.base is not None else None
+        return self.path_of(self.stack[-1][0]) if self.stack else self.base()
 
     def path_of(self, module: Any) -> Path:
         """The path of a Module; if it is part of nothing known here, its class name below the path of its caller."""
@@ -112,8 +114,7 @@ class Listener:
         if path is not None:
             return path
         callers = list(itertools.takewhile(lambda caller: caller is not module, [caller for caller, _ in self.stack]))
-        outside = self.path_of(callers[-1]) if callers else self.base() if self.base is not None else None
-        return () if outside is None else (*outside, type(module).__name__)
+        return _path_below(self.path_of(callers[-1]) if callers else self.base(), module)
 
     def find(self, x: Any) -> Path | None:
         """The path of a node, if it is part of something known here."""
@@ -130,13 +131,18 @@ class Listener:
 
     def _find_below_new(self, x: Any) -> Path | None:
         """Look below the outermost caller that is part of nothing known here: a model made or merged in this trace."""
-        outside = self.base() if self.base is not None else None
+        outside = self.base()
         for caller, _ in self.stack:
             path = self._find_known(caller)
             if path is None:
-                start = () if outside is None else (*outside, type(caller).__name__)
+                start = _path_below(outside, caller)
                 if self._new is None or self._new[0] is not caller or self._new[1] != start:
                     self._new = caller, start, _Paths([caller], [start])
                 return self._new[2].find(x)
             outside = path
         return None
+
+
+def _path_below(outside: Path | None, module: Any) -> Path:
+    """The path of a Module that is no part of its caller: its class name, below the path of the caller, if any."""
+    return () if outside is None else (*outside, type(module).__name__)

@@ -72,11 +72,13 @@ class Conditions:
         functions: Collection[Any] = (),
     ):
         known, steps = set[int](), list[Step]()  # known: the ids of ways and holders, see `Way.steps`
+        # The roots: one step to each yields it.
         for root, ways in roots:
             directly = Step(LookUp(referent, root), root)
             last, *further = [step for way in ways for step in way.steps(known)] or [directly]
             steps += [last._replace(is_root=True), *further]
         steps += [step for way in found.alternatives for step in way.steps(known)]
+        # What is compared: members of containers and objects, and what stands alone; and the ways to their holders.
         looked_at = found.looked_along([way for way in found.ways if _held_by(way.value)])
         containers = [(way, members) for way in looked_at for members in _held_by(way.value)]
         alone = found.looked_along([way for way in [*found.ends, *others] if _is_alone(way)])

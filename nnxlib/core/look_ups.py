@@ -180,12 +180,12 @@ def look_ups_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
     elif isinstance(x, types.FunctionType):
         yield from closure_of(x)
         yield from _attributes(x, "__defaults__", "__kwdefaults__")
-        yield from [LookUp(own, x.__dict__, name) for name in list(x.__dict__) if name != PROGRAMS]
+        yield from _in_dict_of(x)
     elif isinstance(x, types.MethodType):
         yield from _attributes(x, "__self__", "__func__")
     elif isinstance(x, functools.partial):
         yield from _attributes(x, "func", "args", "keywords")
-        yield from [LookUp(own, x.__dict__, name) for name in list(x.__dict__)]
+        yield from _in_dict_of(x)
     elif isinstance(x, staticmethod | classmethod):
         yield from _attributes(x, "__func__")
     elif isinstance(x, _CLOSED):
@@ -209,6 +209,11 @@ def look_ups_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
 
 def _attributes(x: Any, *names: str) -> list[LookUp]:
     return [LookUp(attribute, x, name) for name in names]
+
+
+def _in_dict_of(x: Any) -> list[LookUp]:
+    attributes = dict_of(x)
+    return [LookUp(own, attributes, k) for k in list(attributes) if k != PROGRAMS] if type(attributes) is dict else []
 
 
 # Nothing is looked up in these: nodes and Variables are searched elsewhere, and the others lead nowhere.
@@ -244,9 +249,7 @@ _SIMPLE = ATOMS | {float, complex, tuple}
 
 def _in_plain_object(x: Any, names: Collection[str]) -> Iterator[LookUp]:
     """The look-ups of the attributes of an object or a class, and of those that it has from its classes."""
-    attributes = dict_of(x)
-    if type(attributes) is dict:
-        yield from [LookUp(own, attributes, name) for name in list(attributes)]
+    yield from _in_dict_of(x)
     seen = set[str]()
     for cls in _classes_of(x):
         for name, held in vars(cls).copy().items():

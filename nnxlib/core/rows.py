@@ -135,7 +135,7 @@ Row = VariableRow | NodeRow
 
 
 def moved(x: Any, start: int) -> Any:
-    """A row or a spec as it is if there are so many rows before the first one."""
+    """A row or a spec, for a table in which its rows begin at the number ``start``."""
     if type(x) is Ref:
         return Ref(x.index + start)
     if type(x) is Tree:
