@@ -273,7 +273,7 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
     values = list(itertools.islice(remaining, len(delta.values)))
     values += [_stored(row, next(remaining)) for _, row in restructured]
     added = [row for i, row in variables if i >= n]
-    held = [_stored(row, next(remaining)) for row in added]
+    held = list(map(_stored, added, remaining))
     made = iter(make_variables([row.type for row in added], held, [row.metadata.fresh() for row in added]))
     new = [
         next(made) if type(row) is VariableRow else new_node(row.type, row.marks.value)

@@ -178,14 +178,14 @@ class JitWrapped(Jitted, Generic[P, R]):
             if self._binds:
                 args, kwargs = self._bind(args, kwargs)  # type: ignore[assignment]
                 captures = self._captures_of(args, kwargs) if self._has_static else self._captures
-            objects, token = captured = NOTHING if captures.known is EMPTY else captures.now()
+            objects, token = now = NOTHING if captures.known is EMPTY else captures.now()
             if running_trace() is not EAGER or following or (Watch.all and all_borrowed()):
-                return self._call_packed(captures, args, kwargs, captured)
+                return self._call_packed(captures, args, kwargs, now)
             try:
                 return self._dispatch.call(args, kwargs, objects, token)
             except Miss as miss:
                 found = miss.found
-            return self._call_packed(captures, args, kwargs, captured, found)
+            return self._call_packed(captures, args, kwargs, now, found)
         except Exception as error:
             if isinstance(error, FloatingPointError):
                 note_nan_in_call(error, self._function, Arguments(args, kwargs))
@@ -195,33 +195,28 @@ class JitWrapped(Jitted, Generic[P, R]):
             raise
 
     def _call_packed(
-        self,
-        captures: Captures,
-        args: tuple,
-        kwargs: dict[str, Any],
-        captured: Captured,
-        found: KnownCall | None = None,
+        self, captures: Captures, args: tuple, kwargs: dict[str, Any], now: Captured, found: KnownCall | None = None
     ) -> Any:
-        """Call the function on packed arguments; ``found`` is for the dispatch of the next call."""
+        """Call the function on packed arguments and what it captures; ``found`` is to dispatch the next call."""
         if followed():
             return self._call_followed(Arguments(args, kwargs))
 
         def call(plan: Plan, packed: Packed, arguments: Arguments, token: object) -> Any:
-            if found is not None and token == captured[1]:
+            if found is not None and token == now[1]:
                 self._dispatch.add(found, arguments, plan)
             return plan.call(packed)
 
-        return self._with_plan(call, captures, args, kwargs, captured, at_top_level())
+        return self._with_plan(call, captures, args, kwargs, now, at_top_level())
 
     def _with_plan(
-        self, use: Callable, captures: Captures, args: tuple, kwargs: dict[str, Any], captured: Captured, donate: bool
+        self, use: Callable, captures: Captures, args: tuple, kwargs: dict[str, Any], now: Captured, donate: bool
     ) -> Any:
         """``use(plan, packed, arguments, token)``; again, after each trace that was abandoned or needs integers.
 
         If a trace has captured objects, the next one takes these as inputs, too, once no other thread borrows them.
         """
         while True:
-            objects, token = captured
+            objects, token = now
             arguments = Arguments(args, kwargs, objects)
             packed = pack(arguments)
             try:
@@ -230,7 +225,7 @@ class JitWrapped(Jitted, Generic[P, R]):
                 return use(self._plan(captures, packed, arguments, token, donate), packed, arguments, token)
             except CapturedObjects as outside:
                 if not isinstance(outside, Occupied):
-                    captured = captures.add(outside, objects, packed)
+                    now = captures.add(outside, objects, packed)
                     continue
                 if is_watched():  # the enclosing trace is abandoned as well
                     raise
@@ -238,7 +233,7 @@ class JitWrapped(Jitted, Generic[P, R]):
             except TypeError:  # an `if` on a traced value, say
                 if not (objects and captures.switch_integers(packed)):
                     raise
-            captured = captures.now()
+            now = captures.now()
 
     def _captures_of(self, args: tuple, kwargs: dict[str, Any]) -> Captures:
         """The Captures for a call with these arguments, of which some may be static."""
