@@ -231,7 +231,7 @@ class _Search:
         self.visited = set[int]()  # the code of functions, by id
         self.elsewhere = deque[Way]()  # to functions of other files
         self.found, self.others, self.ends = dict[int, Way](), list[Way](), list[Way]()
-        self.alternatives = dict[Hashable, Way]()
+        self.alternatives = dict[Hashable, Way]()  # by place: ways to values that were found on another way
 
     def run(self) -> Reached:
         self.visit_all()
@@ -248,14 +248,18 @@ class _Search:
             self.visit_all()
             self.visit_elsewhere()
         ways = [*self.found.values(), *self.others]
+        return Reached(ways, self.ends, self.names, self.alternatives_to_objects(ways))
+
+    def alternatives_to_objects(self, ways: Sequence[Way]) -> list[Way]:
+        """Those of the alternatives through which objects are reached, and along which the function may go."""
         objects = [way for way in ways if issubclass(type(way.value), Identified)]
         leading = {id(holder) for way in objects for _, holder in way.back()} if self.alternatives else ()
-        alternatives, along = list[Way](), set[int]()
+        found, along = list[Way](), set[int]()
         for way in self.alternatives.values():
             if id(way.value) in leading and way.is_looked_along(self.names, along):
-                alternatives.append(way)
+                found.append(way)
                 along.add(id(way.value))
-        return Reached(ways, self.ends, self.names, alternatives)
+        return found
 
     def visit_all(self) -> None:
         while self.queue and (self.missing or len(self.found) < _MOST):
