@@ -1,8 +1,8 @@
 """Cells: where Variables keep their values.
 
-A Variable has the same cell all its life, except while a trace borrows it. A call of a compiled function reads and
-writes its cells in two loops, or for up to 128 cells in straight-line code, which takes some nanoseconds for each. To
-go through the Variables, whose attributes are computed, would take much longer.
+A Variable keeps the same cell, except while a trace borrows it. A call of a compiled function reads and writes its
+cells in two loops, or for up to 128 cells in straight-line code, which takes a few nanoseconds for each. Going through
+the Variables, whose attributes are computed, would take much longer.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """What the arguments of a function hold besides data: Modules that it may use without a trace noticing it.
 
-A trace notices a Variable that is read and a Module that is called, but not that a setting is read. So what the
-arguments lead to is found before the trace (transforms/closure_inputs.py, program.py). It is in one of four places:
+A trace notices that a Variable is read or a Module is called, but not that a setting is read. So the Modules to which
+the arguments lead are found before the trace (transforms/closure_inputs.py, program.py). They are in four places:
 
-- a function in an attribute, such as ``attention_fn=partial(attend, rope=RoPE())``, which is there to be called;
-- the class of an object;
-- a plain object in an attribute, such as a configuration;
-- what a method of the class refers to, such as a global with settings.
+- in a function that is an attribute, such as ``attention_fn=partial(attend, rope=RoPE())``;
+- in the class of an object;
+- in a plain object that is an attribute, such as a configuration;
+- in what a method of the class refers to, such as a global with settings.
 
 Static arguments count as attributes.
 """
@@ -32,9 +32,9 @@ _HOLDERS = types.FunctionType, types.MethodType, functools.partial, list, tuple,
 
 
 def held_in(layout: Layout) -> tuple[Any, ...]:
-    """The Modules and Variables that functions, partials, bound methods and containers hold, in static values.
+    """The Modules and Variables held by functions, partials, bound methods and containers in static values.
 
-    A mask for optax, say, is a State of Variables. Not what the functions read from globals.
+    (A mask for optax, say, is a State of Variables.) Not those that the functions read from globals.
     """
     if layout.held is None:
         layout.held = tuple(_held(_statics(layout)))
@@ -64,16 +64,16 @@ def _held(stack: list[Any]) -> list[Any]:
 
 
 def statics_and_classes(*layouts: Layout) -> list[Any]:
-    """What objects have besides data, and may hold other objects: static values, and their classes."""
+    """What may hold other objects besides the data of objects: their static values, and their classes."""
     statics = [x for layout in layouts for x in _statics(layout)]
     classes = {row.type: None for layout in layouts for row in layout.rows if isinstance(row, NodeRow)}
     return [*statics, *[cls for cls in classes if not is_of_library(vars(cls))]]
 
 
 def used_by_arguments(functions: Sequence[Callable], layout: Layout) -> tuple[list[Any], list[types.FunctionType]]:
-    """What else the arguments of functions lead to, and the methods of their classes that refer to some of it.
+    """The other objects to which the arguments of functions lead, and the methods of their classes that refer to some.
 
-    It is in their classes, in plain objects in attributes, and in what their methods refer to.
+    They are in the classes, in plain objects in attributes, and in what the methods refer to.
     """
     in_classes = [x for x in _in_classes(layout) if issubclass(type(x), Identified)]
     by_methods = _used_by_methods(layout)
@@ -82,9 +82,9 @@ def used_by_arguments(functions: Sequence[Callable], layout: Layout) -> tuple[li
 
 
 def _used_in_objects(functions: Sequence[Callable], layout: Layout) -> list[Any]:
-    """The Modules that plain objects in attributes hold, and functions or methods may use without a trace noticing it.
+    """The Modules in plain objects in attributes that functions or methods may use unnoticed by a trace.
 
-    Their code names the attributes on the way.
+    The code of these names the attributes on the way.
     """
     plain = [x for x in _statics(layout) if is_plain_object(x) and not is_of_library(vars(type(x)))]
     if not plain:
@@ -93,8 +93,8 @@ def _used_in_objects(functions: Sequence[Callable], layout: Layout) -> list[Any]
 
 
 def _used_by_methods(layout: Layout) -> dict[types.FunctionType, list[Any]]:
-    """Methods of the classes of objects that may use Modules without a trace noticing it, with these Modules."""
-    by_file: dict[int, list[types.FunctionType]] = {}  # so that its globals are looked into once
+    """Methods of the classes of objects that may use Modules unnoticed by a trace, with these Modules."""
+    by_file: dict[int, list[types.FunctionType]] = {}  # so that the globals of each file are searched once
     for method in _methods(layout):
         by_file.setdefault(id(method.__globals__), []).append(method)
     some = [methods for methods in by_file.values() if search(methods[0], given=methods[1:]).used_unnoticed()]
@@ -113,7 +113,7 @@ def _methods(layout: Layout) -> list[types.FunctionType]:
 
 
 def _in_classes(layout: Layout) -> list[Any]:
-    """What is in the classes of objects, and in those that they inherit from, but for those of libraries."""
+    """What is in the classes of objects and their base classes, except in those of libraries."""
     classes = {cls: None for row in layout.rows if isinstance(row, NodeRow) for cls in row.type.__mro__}
     own = [vars(cls).copy() for cls in classes if not is_of_library(vars(cls))]
     return [x for held in own for name, x in held.items() if name != "__annotate_func__"]  # which only names types

@@ -468,9 +468,9 @@ def _links(row: NodeRow) -> list[tuple[Any, Any]]:
 
 
 def pack_live(tree: Any) -> Packed:
-    """:func:`~nnxlib.core.graph.pack` a pytree without a walk of the nodes in it, from their tables.
+    """:func:`~nnxlib.core.graph.pack` a pytree from the tables of the nodes in it, without a walk through them.
 
-    They are walked nevertheless if they share a part, or if there are Variables beside them.
+    They are walked after all if two of them share a part, or if there are Variables beside them.
     """
     try:
         leaves = jtu.tree_leaves(tree, is_leaf=is_node)
@@ -500,7 +500,7 @@ def pack_live(tree: Any) -> Packed:
 
 
 def _tables_of(roots: Sequence[Any]) -> Sequence[LiveTable]:
-    """The table of each, or none: a walk takes less than to make the tables of Variables, or in a trace."""
+    """The table of each root; none where a walk is faster: for several Variables, and mostly in a trace."""
     if len(roots) > 1 and not all(isinstance(x, Node) for x in roots):
         return ()
     if any(type(x) in weakref.ProxyTypes for x in roots):

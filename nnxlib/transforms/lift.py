@@ -12,8 +12,8 @@ static data in the output pytree, so JAX itself returns the right one for each t
 ever sees the fresh objects. So whatever it does, live objects stay as they were until ``commit``, and no tracer can
 reach them.
 
-(The code calls ``pack_live`` of core/tables.py, which returns the same, but takes it from the live table of an argument
-if there is a valid one.)
+(The code calls ``pack_live`` of core/tables.py, which returns the same as ``pack``, from the live tables of the
+arguments where these are valid.)
 
 Some transformations do not treat all leaves alike: ``vmap`` maps some of them and not others. Then each leaf has a
 *label* (for ``vmap`` its axis), which users give by prefixes (prefixes.py). The leaves with the same label form a

@@ -23,9 +23,9 @@ def as_static(x: Any, argument: int | str) -> StaticArgument:
 
 
 def holders_in(args: Iterable[Any]) -> list[Any]:
-    """The static ones among arguments that are compared by identity, and so may hold other objects later than now.
+    """The static arguments that are compared by identity, and so may hold other objects at a later call.
 
-    All else is another argument then, since it is compared by what it holds.
+    Others are compared by what they hold, so they would be other arguments then.
     """
     found = []
     for x in args:  # a comprehension would be one more call, before Python 3.12

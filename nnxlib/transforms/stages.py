@@ -28,8 +28,8 @@ _COMPILE_AGAIN = "Call the jitted function itself, which is compiled again where
 class Stage:
     """A traced, lowered or compiled function of Modules; all other attributes are those of the JAX stage it wraps.
 
-    JAX has made this ``stage`` of the function ``traced`` of the plan. ``arguments`` makes the arguments of a call as
-    they are packed: with the static ones, if there are some, and with what is captured.
+    JAX has made the ``stage`` from ``traced``, a compiled function of the plan. ``arguments`` completes the arguments
+    of a call as they are packed: by the static ones, and by what is captured.
     """
 
     def __init__(
@@ -63,11 +63,12 @@ class Stage:
         arguments, found = self._arguments(args, kwargs), None
         if at_top_level():
             try:
-                return self._dispatch.call(*arguments, True if arguments.captured else None)
+                token = True if arguments.captured else None  # one is enough: these were found at the addresses of then
+                return self._dispatch.call(*arguments, token)
             except Miss as miss:
                 found = miss.found
             except TypeError:
-                pass  # is raised again below, where the leaves are known that do not fit
+                pass  # raised again below, where it is known which leaves do not fit
         packed = pack(arguments)
         expected = self._plan.crossing.layout
         if packed.layout is not expected:
