@@ -1,11 +1,12 @@
 """Keys of calls: what tells the calls of a jitted function apart, found without a walk through the model.
 
-The *signature* of a call says which arguments there are, and what containers are around the leaves. Each object among
-the leaves has a table (core/tables.py), and so an interned layout. The key of a call is its signature, these layouts,
-and what the objects share. Calls with equal keys have the same plan.
+``jax.jit`` finds a compiled function by the *signature* of a call: which arguments there are, what containers are
+around the leaves, and the types of the leaves. With objects among the leaves it also depends on their structure, but
+each object keeps a table (core/tables.py), and so its interned layout. So the key is the signature, without types,
+these layouts, and what the objects share. A :class:`KnownCall` has it, and what was found on the way.
 
-Variables that are arguments by themselves, as in a State of gradients, are often new at each call. A
-:class:`~nnxlib.core.tables.VariableGroup` describes them without a table for each.
+Variables that are arguments by themselves, as in a State of gradients, are often new at each call. They get a table
+only when they come again; until then a :class:`~nnxlib.core.tables.VariableGroup` describes them.
 """
 
 from __future__ import annotations

@@ -1,23 +1,18 @@
 """Dispatch: from a jitted call to its compiled function without a walk through the model.
 
-``jax.jit`` finds a compiled function by the *signature* of a call: which arguments there are, what containers are
-around the leaves, and the types of the leaves. With objects among the leaves it also depends on their structure, which
-takes a walk to find out. But each object keeps a :class:`~nnxlib.core.tables.LiveTable`, which has its interned layout
-as long as the structure has not changed. So a :class:`Dispatch`, which belongs to one jitted function, serves a call in
-one of two ways:
+Calls with equal *keys* have the same plan; a key has the signature of the call and the layouts of the objects
+(call_keys.py). A :class:`Dispatch`, which belongs to one jitted function, serves a call in one of two ways:
 
-- The signature and the layouts of the objects are the key of a :class:`CacheEntry`. It has the plan, and the numbers of
-  the cells that the compiled function reads and writes. It refers to no object, so it serves all objects of these
-  layouts. Variables that are arguments by themselves, as in a State, get a table only when they come again.
+- By its key it finds a :class:`CacheEntry`: the plan, and the numbers of the cells that the compiled function reads and
+  writes. The entry refers to no object, so it serves all objects of these layouts.
 - For the very objects of an earlier call not even this key is needed. A :class:`Shortcut` has the entry, and the table
   of each of these objects has a :class:`Part` of the shortcut: the cells themselves, under a :class:`CallSite`, which
   stands for the signature. (Compilers call this an inline cache; ``stamp.valid`` is its guard.) Shortcuts are only for
   calls that change nothing but values of Variables, and only if no pytree in an attribute holds arrays. Calls without
   objects need no guard but the types of the leaves.
 
-A call that has no shortcut is described by a :class:`~nnxlib.transforms.call_keys.KnownCall`. If it has no entry
-either, it is packed (jit.py), and an entry is added; a call that uses an entry adds a shortcut. Only the loops over
-cells take time in proportion to a size: to what the function touches, not to the model.
+A call that has no entry either is packed (jit.py), and an entry is added; a call that uses an entry adds a shortcut.
+Only the loops over cells take time in proportion to a size: to what the function touches, not to the model.
 """
 
 from __future__ import annotations
