@@ -126,7 +126,7 @@ class End(NamedTuple):
 
 
 class Members:
-    """The types of the members of a container, or of the attributes of an object; it keeps no member alive.
+    """The types of the members of a container, or of the attributes of an object, to which it does not refer itself.
 
     They must stay as they are, and in a dict also the keys and their order, except that constants may come and go.
     """

@@ -313,7 +313,7 @@ def closure_of(function: types.FunctionType) -> list[LookUp]:
 
 
 def globals_of(function: types.FunctionType) -> Iterator[LookUp]:
-    """The look-ups of the globals that a function reads, and in the modules and classes among them."""
+    """The look-ups of the globals that a function reads, and in the modules and classes to which it refers."""
     return globals_in(function.__code__, function.__globals__, closure_of(function))
 
 

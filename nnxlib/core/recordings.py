@@ -148,7 +148,7 @@ def fill_up(node: Node, name: str, kind: type[Variable], values: Any, appends: b
 
 @contextmanager
 def recorded_anew(root: Any) -> Iterator[None]:
-    """Within a capture, the block starts new recordings below ``root``; these are appended to the earlier ones then."""
+    """Within a capture, start new recordings below ``root`` in the block; after it, append them to the earlier ones."""
     kinds = recorded_types()
     chosen = lambda node, name, variable: type(variable) in kinds and is_appended_to(node._nnx_marks, name)
     removed = take_out(root, chosen) if kinds else []

@@ -318,10 +318,10 @@ def patched(table: LiveTable, root: Any) -> bool:
 
 
 def _patch(table: LiveTable, root: Any) -> bool:
-    """As :func:`patched`, for the reason given at :func:`_find_arrays`."""
+    """:func:`patched` with the lock held; a function of its own for the same reason as :func:`_find_arrays`."""
     stamp = table.stamp
     stamp.changed.insert(0, gone)  # removed if all goes well; if not, the table is made anew
-    changed = stamp.changed[1:]  # a copy: another thread may be about to append to the list
+    changed = stamp.changed[1:]  # the list stays: another thread may be about to append to it
     objects = {id(x): x for x in [reference() for reference in changed]}
     nodes = [x for x in objects.values() if isinstance(x, Node)]
     if len(nodes) < len(objects):  # a Variable has changed, or an object is gone
