@@ -7,8 +7,9 @@ what fields hold besides objects.
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from .cells import Cell
@@ -110,6 +111,29 @@ class Blueprint:
             if type(objects[i]) is kind and holds_same(objects[i]._metadata, metadata.value):
                 found.add(i)
         return found
+
+    def are_as_built(self, objects: Sequence[Any], rows: Iterable[int]) -> bool:
+        """Whether the objects of these rows are all among those of :meth:`as_built`; for a few of many."""
+        count, after = len(objects), self._after_objects
+        for i in rows:
+            x, row = objects[i], self._rows[i]
+            if type(x) is not row.type:
+                return False
+            if type(row) is VariableRow:
+                if not holds_same(x._metadata, row.metadata.value):
+                    return False
+                continue
+            names, places = self._by_row[i]
+            held, built = x._nnx_contents(), [objects[k] if k < count else after[k - count] for k in places]
+            if tuple(held) != names or not all(map(operator.is_, held.values(), built)):
+                return False
+            if not holds_same(x._nnx_marks or NO_METADATA, row.marks.value):
+                return False
+        return True
+
+    @functools.cached_property
+    def _by_row(self) -> dict[int, tuple[tuple, list[int]]]:
+        return {i: (names, places) for i, names, places in self._contents}
 
 
 def fresh(constants: list[Const]) -> list[Any]:

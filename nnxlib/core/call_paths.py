@@ -64,6 +64,10 @@ class Collector:
         self.types, self.count = types, 0
 
 
+def _nowhere() -> None:
+    """The path of a trace that did not begin in the call of a Module."""
+
+
 class Listener:
     """The calls of Modules in one trace: the paths of the objects, and the stack of running calls.
 
@@ -77,7 +81,10 @@ class Listener:
         called with the output.
     """
 
-    __slots__ = ("_new", "_own", "base", "collector", "copies", "objects", "on_call", "outer", "packed", "stack")
+    __slots__ = (
+        "_new", "_own", "_rows", "base", "collector", "copies", "layout", "objects", "on_call", "outer", "packed",
+        "stack",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -92,11 +99,17 @@ class Listener:
         self.on_call = on_call
         self.packed: dict[Any, Sequence[Any]] = {}  # by layout, the objects that were last packed with it
         self.outer: Listener | None = None  # of the enclosing trace: knows the objects captured by this one
-        self.base: Callable[[], Path | None] = lambda: (
-            None
-        )  # the outer path of the Module in whose call this trace began
+        self.base: Callable[[], Path | None] = _nowhere  # the outer path of the Module in whose call this trace began
         self.copies: list[tuple[Any, Any]] = []  # in a capture: nodes that share the Variables of others, and these
         self.collector: Collector | None = None  # of an enclosing `nnx.capture`
+        self.layout: Any = None  # from which the objects were built, if they were
+        self._rows: dict[int, int] | None = None  # of each object, by id
+
+    def row_of(self, x: Any) -> int | None:
+        """The row of an object in the layout from which it was built; None if it was not."""
+        if self._rows is None:
+            self._rows = {id(x): row for row, x in enumerate(self.objects)} if self.layout is not None else {}
+        return self._rows.get(id(x))
 
     def leave(self) -> None:
         """Note that the innermost call has ended. A model made in the trace is not kept alive after its call."""

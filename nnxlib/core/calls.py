@@ -243,10 +243,21 @@ def listener_for(layout: Any, objects: Sequence[Any], depth: int = 2) -> Listene
         return [q if p is None else p for p, q in zip(outside or own, own, strict=True)]
 
     listener = Listener(objects, known)
+    listener.layout = layout
     if outer is not None:
         listener.outer = outer
         listener.base = functools.partial(outer.path_of, outer.stack[-1][0]) if outer.stack else outer.base
     return listener
+
+
+def built_here(x: Any) -> tuple[Any, Sequence[Any], int] | None:
+    """The layout from which the innermost transform has built an object, all objects of it, and the row of this one.
+
+    None of another object. They were such when they were built; what has changed since, the caller finds out.
+    """
+    listener = _active.listener
+    row = None if listener is None else listener.row_of(x)
+    return None if listener is None or row is None else (listener.layout, listener.objects, row)
 
 
 def repeated(f: Callable, times: int | None) -> Callable:

@@ -33,7 +33,7 @@ from .rows import (
     Tree,
     VariableRow,
     count_leaves,
-    moved,
+    renumbered,
     statics_in,
 )
 from .static import Const
@@ -92,6 +92,7 @@ class Layout:
     shapes: dict[int, Any]  # as which JAX flattens the nodes of a tree, by row, once they were needed; see pytrees.py
     _variants: weakref.WeakValueDictionary[tuple[tuple[int, Row], ...], Layout]  # what `with_rows` has made
     _around: weakref.WeakValueDictionary[tuple, Layout]  # what `around` has made
+    _parts: dict[int, tuple[Layout, list[int]]]  # what `part` has made
     kept: dict[Layout, None]  # some of these, which would be made anew at each call otherwise
     _grouped: dict[Hashable, list[Nesting]]  # what `grouped` has made, by filters
 
@@ -104,7 +105,7 @@ class Layout:
             self = object.__new__(cls)
             self.rows, self.root, self.avals, self.held = rows, root, None, None
             self.variables = tuple([i for i, row in enumerate(rows) if type(row) is VariableRow])
-            self.shapes, self.kept, self._grouped = {}, {}, {}
+            self.shapes, self._parts, self.kept, self._grouped = {}, {}, {}, {}
             self._around, self._variants = weakref.WeakValueDictionary(), weakref.WeakValueDictionary()
             with _interning:
                 made, self = self, cls._interned.setdefault(key, self)
@@ -239,9 +240,26 @@ class Layout:
         if found is None:
             rows = [*self.rows]
             for other in others:
-                start = len(rows)
-                rows += [moved(row, start) for row in other.rows]
+                number = len(rows).__add__
+                rows += [renumbered(row, number) for row in other.rows]
             found = self._around[key] = Layout(tuple(rows), root)
+        return found
+
+    def part(self, row: int) -> tuple[Layout, list[int]]:
+        """The layout of one of the objects by itself; and the rows that its objects have here, in order. Cached."""
+        found = self._parts.get(row)
+        if found is None:
+            numbers: dict[int, int] = {}  # of the rows here, in order: their numbers there
+            stack: list[Spec] = [Ref(row)]
+            while stack:
+                spec = stack.pop()
+                if type(spec) is Tree:
+                    stack += reversed(spec.children)
+                elif type(spec) is Ref and spec.index not in numbers:
+                    numbers[spec.index], below = len(numbers), self.rows[spec.index]
+                    stack += [spec for _, spec in reversed(below.fields)] if type(below) is NodeRow else ()
+            rows = tuple([renumbered(self.rows[i], numbers.__getitem__) for i in numbers])
+            found = self._parts[row] = Layout(rows, Ref(0)), [*numbers]
         return found
 
     # --- the leaves in nested dicts, those of States ---

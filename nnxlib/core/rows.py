@@ -134,14 +134,14 @@ class NodeRow(NamedTuple):
 Row = VariableRow | NodeRow
 
 
-def moved(x: Any, start: int) -> Any:
-    """A row or a spec, for a table in which its rows begin at the number ``start``."""
+def renumbered(x: Any, number: Callable[[int], int]) -> Any:
+    """A row or a spec, for a table in which the row ``i`` has the number ``number(i)``."""
     if type(x) is Ref:
-        return Ref(x.index + start)
+        return Ref(number(x.index))
     if type(x) is Tree:
-        return x._replace(children=tuple([moved(child, start) for child in x.children]))
+        return x._replace(children=tuple([renumbered(child, number) for child in x.children]))
     if type(x) is NodeRow:
-        return x._replace(fields=tuple([(name, moved(spec, start)) for name, spec in x.fields]))
+        return x._replace(fields=tuple([(name, renumbered(spec, number)) for name, spec in x.fields]))
     return x
 
 

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, cast, final
 import jax.tree_util as jtu
 
 from . import errors
-from .calls import note_paths
+from .calls import built_here, note_paths
 from .cells import Cell
 from .closures import Watch, notice
 from .data import is_bound_method, is_node
@@ -151,7 +151,9 @@ def table_of(root: Any) -> LiveTable:
     Raises:
       StaleLayoutError: if the object was changed in a way that its table has not noticed.
     """
-    table = root._nnx_table
+    table: Any = root._nnx_table
+    if table is None:
+        table = _built(root)
     if type(table) is PendingTable:
         return _complete(root, table)
     if table is None or (table.mutable and have_changed(table.mutable)):
@@ -160,6 +162,28 @@ def table_of(root: Any) -> LiveTable:
         return _make(root)
     table.until_check -= 1
     return table if table.until_check > 0 else _checked(table, root)
+
+
+def _built(root: Any) -> PendingTable | None:
+    """The table of an object that the running transform has built, if all below is as it was built."""
+    found = None if at_top_level() else built_here(root)
+    if found is None:
+        return None
+    whole, objects, row = found
+    layout, rows = whole.part(row)
+    if not layout.blueprint.reliable:
+        return None
+    pending = PendingTable(layout, [objects[i] for i in rows], Stamp())
+    with stamping:
+        _attach(pending)
+    return pending if whole.blueprint.are_as_built(objects, rows) else None
+
+
+def _attach(pending: PendingTable) -> None:
+    """Attach its stamp to each object. Not a loop within a `with` block, whose end an interrupt could skip."""
+    stamp = weakref.ref(pending.stamp)
+    for x in pending.objects:
+        object.__setattr__(x, "_nnx_stamps", with_stamp(x._nnx_stamps, stamp))
 
 
 def have_changed(mutable: Iterable[tuple[Any, Const]]) -> bool:
@@ -172,7 +196,7 @@ def have_changed(mutable: Iterable[tuple[Any, Const]]) -> bool:
 
 def _complete(root: Any, pending: PendingTable) -> LiveTable:
     with stamping:
-        if root._nnx_table is not pending:  # another thread was first
+        if root._nnx_table not in (None, pending):  # another thread was first
             return table_of(root)
         objects = [root, *pending.objects[1:]]
         cells = [objects[i]._cell for i in pending.layout.variables]
@@ -505,9 +529,15 @@ def _tables_of(roots: Sequence[Any]) -> Sequence[LiveTable]:
         return ()
     if any(type(x) in weakref.ProxyTypes for x in roots):
         return ()
-    if not at_top_level() and any(x._nnx_table is None for x in roots):  # most objects in a trace are packed once
-        return ()
+    if not at_top_level() and any(x._nnx_table is None and not _is_built(x) for x in roots):
+        return ()  # most objects in a trace are packed once
     return [*map(table_of, roots)]
+
+
+def _is_built(x: Any) -> bool:
+    """Whether the table of an object in a trace can probably be made without a walk."""
+    found = built_here(x)
+    return found is not None and found[0].part(found[2])[0].blueprint.reliable
 
 
 class Sharing(NamedTuple):

@@ -8,6 +8,7 @@ import time
 import types
 import weakref
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from nnxlib.core.errors import StaleLayoutError, StaticValueError
 from nnxlib.core.graph import pack
 from nnxlib.core.layout import KEPT
 from nnxlib.core.objects import attributes_of
-from nnxlib.core.tables import table_of
+from nnxlib.core.tables import pack_live, table_of
+from nnxlib.core.walk import Walk
 
 
 def layout_of(x):
@@ -946,3 +948,78 @@ def test_many_objects_in_a_pytree_take_linear_time(unchecked):
         counts.append(min(count_calls(lambda: nnx.split(layers)) for _ in range(3)))  # noqa: B023
         tables.sharing_of(layers, [table_of(x) for x in layers])
     assert counts[1] < 5 * counts[0]
+
+
+# --- objects that a trace has built ---
+
+
+class OtherLayer(Layer):
+    pass
+
+
+def _with_class(layer):
+    layer.__class__ = OtherLayer
+
+
+IN_A_TRACE = {
+    "static value": lambda layer: setattr(layer, "n", 2),
+    "class": _with_class,
+    "declared": lambda layer: setattr(layer, "n", nnx.data(1)),
+    "metadata": lambda layer: layer.w.set_metadata(tag=1),
+    "type of a Variable": lambda layer: setattr(layer.w, "__class__", nnx.BatchStat),
+    "another Variable": lambda layer: setattr(layer, "w", nnx.Param(layer.w + 1)),
+    "attached": lambda layer: setattr(layer, "new", Layer()),
+    "array": lambda layer: setattr(layer, "n", jnp.ones(2)),
+    "unnoticed": lambda layer: vars(layer.mixed).update(n=2),
+    "mutable": lambda layer: layer.config.append(1),
+    "deleted": lambda layer: delattr(layer, "n"),
+}
+
+
+@pytest.mark.parametrize("change", IN_A_TRACE.values(), ids=IN_A_TRACE)
+@pytest.mark.parametrize("known", [True, False], ids=["known before", "not known"])
+def test_a_change_in_a_trace_is_seen(change, known, unchecked):
+    """Of an object that the trace has built, also if it was described before, and of a part of it."""
+
+    def is_seen(part):
+        return pack_live((part, 1.0)).layout is pack((part, 1.0)).layout and table_of(part).layout is pack(part).layout
+
+    @nnx.jit
+    def f(m):
+        layer = m.layers[1]
+        for _ in range(2 if known else 0):
+            for part in (m, layer):
+                assert is_seen(part)
+        change(layer)
+        for _ in range(3):
+            for part in (layer, m, m.layers[0]):
+                assert is_seen(part)
+
+    m = Net()
+    del m.scale
+    if change is IN_A_TRACE["unnoticed"]:
+        m.layers[1].mixed = Mixed()
+    if change is IN_A_TRACE["mutable"]:
+        m.layers[1].config = nnx.static([0])
+    f(m)
+
+
+def test_what_a_trace_has_built_is_not_walked(monkeypatch, unchecked):
+    """Layers that are given to a transform within it, and the model to others, are described by the layout of all."""
+    entered = []
+    enter = Walk._enter
+    monkeypatch.setattr(Walk, "_enter", lambda self, *args: (entered.append(args), enter(self, *args))[1])
+
+    @nnx.jit
+    def step(m, x):
+        def loss(m):
+            for layer in m:
+                x_ = nnx.remat(lambda layer, x: x * layer.w)(layer, x)
+            return x_.sum()
+
+        grads = nnx.grad(loss)(m)
+        nnx.update(m, jax.tree.map(lambda p, g: p - g, nnx.state(m, nnx.Param), grads))
+
+    m = nnx.List([Layer() for _ in range(20)])
+    step.lower(m, jnp.ones(2))
+    assert len(entered) == len(pack(m).objects)

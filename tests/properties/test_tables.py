@@ -17,6 +17,7 @@ import nnxlib as nnx
 from nnxlib.core.graph import pack
 from nnxlib.core.tables import pack_live, table_of
 
+from .compare import objects_in
 from .programs import programs, run
 from .strategies import Graph, examples, graphs, make
 
@@ -164,3 +165,23 @@ def test_a_pytree_of_objects_is_described_as_a_walk_does(apart: list[Graph], tie
         assert found.layout is walked.layout
         assert all(x is y for x, y in zip(found.objects, walked.objects, strict=True))
         assert all(x is y for x, y in zip(found.leaves, walked.leaves, strict=True))
+
+
+@examples(60)
+@given(graphs(2), programs())
+def test_a_part_of_what_a_trace_has_built_is_described_as_a_walk_does(graph: Graph, program: tuple) -> None:
+    """Of each object that is passed: layout, leaves and objects, before and after edits in the trace."""
+
+    def f(*roots):
+        for edit in (False, True):
+            if edit:
+                run(program, roots)
+            for x in objects_in(*roots):
+                for _ in range(2):
+                    found, walked = pack_live((x, 1.0)), pack((x, 1.0))
+                    assert found.layout is walked.layout
+                    assert all(x is y for x, y in zip(found.objects, walked.objects, strict=True))
+                    assert all(x is y for x, y in zip(found.leaves, walked.leaves, strict=True))
+        return jnp.float32(0)
+
+    nnx.jit(f)(*make(graph))
