@@ -20,8 +20,8 @@ writes that bypass every check (``object.__setattr__`` from outside), uses numbe
 if it was made in a trace) walk anyway, and raise :class:`~nnxlib.core.errors.StaleLayoutError` if the table does not
 describe the object. With the environment variable ``NNXLIB_CHECK`` set, every use does.
 
-An object that a transform has built, or a part of it, needs no walk at first: its layout follows from that of the whole,
-if all below is as it was built (:func:`_built`). That of a pytree follows from those of the objects in it
+An object that a transform has built, or a part of it, needs no walk at first: its layout follows from that of the
+whole, if all below is as it was built (:func:`_built`). That of a pytree follows from those of the objects in it
 (:func:`pack_live`).
 
 A table does not refer to its root, so a dropped model is freed at once. Copies and pickles of a model have no table.
