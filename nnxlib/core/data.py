@@ -99,7 +99,7 @@ def register_data_type(type_: T, /) -> T:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether ``value`` is a number or text, or a tuple of these: known at a glance to hold no data."""
+    """Whether a value holds no data, as is known at a glance: a number, text, a function, a class, a tuple of these."""
     kinds = {*map(type, value)} if type(value) is tuple else {type(value)}
     return kinds <= _PLAIN and kinds.isdisjoint(_DATA_TYPES)
 

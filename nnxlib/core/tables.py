@@ -184,7 +184,7 @@ def _built(root: Any) -> PendingTable | None:
 
 
 def _attach(pending: PendingTable) -> None:
-    """Attach its stamp to each object. Not a loop within a `with` block, whose end an interrupt could skip."""
+    """Attach its stamp to each object; a function of its own for the same reason as :func:`_find_arrays`."""
     stamp = weakref.ref(pending.stamp)
     for x in pending.objects:
         object.__setattr__(x, "_nnx_stamps", with_stamp(x._nnx_stamps, stamp))
