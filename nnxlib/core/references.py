@@ -227,9 +227,7 @@ class _Search:
         # The names in the code visited so far; and those of which methods have been searched for in all objects.
         self.names = {*names, *[name for code in self.running for name in look_ups.names_in(code.code)]}
         self.looked_for = set[str]()
-        self.unnamed = list[
-            Way
-        ]()  # to objects whose methods may be called without being named, and wait to be searched
+        self.unnamed = list[Way]()  # to objects whose methods the syntax of Python calls, yet to be searched
         self.visited = set[int]()  # the code of functions, by id
         self.elsewhere = deque[Way]()  # to functions of other files
         self.found, self.others, self.ends = dict[int, Way](), list[Way](), list[Way]()
