@@ -308,6 +308,38 @@ def test_an_eager_loop_is_one_program_with_what_is_around_it():
     assert len(compiled) == 1
 
 
+TABLE = jnp.arange(1000.0)  # 4,000 bytes
+LOOK_UPS = {
+    "cond": lambda f: nnx.cond(True, f, f, 3),
+    "switch": lambda f: nnx.switch(1, [lambda i: 0.0, f], 3),
+    "scan": lambda f: nnx.scan(lambda c, i: c + f(i), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(0.0, jnp.arange(3)),
+    "while_loop": lambda f: nnx.while_loop(lambda c: c < 3, lambda c: c + f(1), 0.0),
+    "fori_loop": lambda f: nnx.fori_loop(0, 3, lambda i, c: c + f(i), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_an_array_to_which_a_function_refers_is_no_constant_of_what_is_compiled(name):
+    """As in jax.lax: XLA would copy it, and take a second for each 60 MB."""
+    settings = jax.config.jax_captured_constants_warn_bytes
+    jax.config.update("jax_captured_constants_warn_bytes", 1000)  # JAX warns, which is an error here
+    try:
+        with pytest.raises(UserWarning, match="constants were captured"):
+            jax.jit(lambda i: TABLE[i])(3)
+        assert LOOK_UPS[name](lambda i: TABLE[i]) == 3
+    finally:
+        jax.config.update("jax_captured_constants_warn_bytes", settings)
+
+
+def test_a_kept_loop_takes_other_arrays_for_inputs_of_another_type():
+    """The function chooses its array by the shape of its input."""
+    tables = {n: jnp.arange(n) + 10.0 * n for n in (2, 3)}
+    loop = nnx.scan(lambda c, x: (c + tables[len(x)], x), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    for n in (2, 3, 2, 3):
+        total, _ = loop(jnp.zeros(n), jnp.ones((2, n)))
+        np.testing.assert_array_equal(total, 2 * tables[n])
+
+
 # --- inside of a trace ----------------------------------------------------------------------------------------------
 
 TRACES = []
