@@ -2,9 +2,9 @@
 
 At top level a program goes through ``jax.jit``. So a loop that is called again is neither traced nor compiled again, as
 with ``jax.lax``; and as there, the arrays to which its functions refer are inputs of what is compiled. (As constants in
-it, 200 MB of them took 3.3 s and 600 MB to compile.) Inside of a trace, such as that of a training step, a program is traced by itself, and its equations
-are inlined into the enclosing trace; another call with leaves of the same types only inlines them again. So of forty
-equal layers that are recomputed in the backward pass, only one is traced.
+it, 200 MB of them took 3.3 s and 600 MB to compile.) Inside of a trace, such as that of a training step, a program is
+traced by itself, and its equations are inlined into the enclosing trace; another call with leaves of the same types
+only inlines them again. So of forty equal layers that are recomputed in the backward pass, only one is traced.
 
 A body is traced at each call if it captures a Module, or arrays of the enclosing trace, since these may have changed;
 or if it refers to a place where there is a Module now, and was none. So is every body while a quantiser or an exporter

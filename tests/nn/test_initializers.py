@@ -162,3 +162,48 @@ def test_zeros_take_the_sharding_of_a_result():
     with jax.set_mesh(mesh):
         made = nnx.initializers.zeros(None, (2,), jnp.float32, out_sharding=jax.P("data"))
     assert made.sharding.spec == jax.P("data")
+
+
+DRAWING = ["lecun_normal", "glorot_uniform", "truncated_normal", "uniform", "normal"]
+KEYS = {
+    "typed": lambda: jax.random.key(3),
+    "raw": lambda: jax.random.PRNGKey(3),
+    "rbg": lambda: jax.random.key(3, impl="rbg"),
+    "raw rbg": lambda: jax.random.key_data(jax.random.key(3, impl="unsafe_rbg")),
+}
+
+
+@pytest.mark.parametrize("partitionable", [True, False])
+@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("name", DRAWING)
+def test_numbers_of_any_shape_are_those_of_jax_to_the_last_bit(name, kind, partitionable):
+    """However they are drawn; also for keys of an implementation that fills an array in an order of its own."""
+    key = KEYS[kind]()
+    ours, theirs = (getattr(lib.initializers, name)(*[0.7] * (name == "normal")) for lib in (nnx, jax.nn))
+    default = jax.config.jax_default_prng_impl
+    with jax.threefry_partitionable(partitionable):
+        try:
+            jax.config.update("jax_default_prng_impl", "unsafe_rbg" if kind == "raw rbg" else default)
+            for shape in (3, 3, 5, 7), (2, 9, 5), (1, 1, 1), (4, 1, 3), (13, 21):
+                np.testing.assert_array_equal(ours(key, shape), theirs(key, shape, jnp.float32), str(shape))
+        finally:
+            jax.config.update("jax_default_prng_impl", default)
+
+
+@pytest.mark.parametrize("name", ["lecun_normal", "glorot_uniform", "normal"])
+def test_eager_code_draws_the_kernel_of_a_convolution_as_a_vector(name, monkeypatch):
+    """XLA takes fifteen times as long for four axes. But in a program for several devices it can only shard these."""
+    shapes, shape_of = [], nnx.nn.initializers.drawn_shape
+    monkeypatch.setattr(nnx.nn.initializers, "drawn_shape", lambda *args: shapes.append(shape_of(*args)) or shapes[-1])
+    init, key = getattr(nnx.initializers, name)(), jax.random.key(0)
+    draw = lambda key: init(key, (3, 3, 5, 11))
+    for call in draw, jax.jit(draw), lambda key: jax.vmap(draw)(jax.random.split(key, 2)):
+        jax.clear_caches()
+        call(key)
+    assert shapes == [(495,), (3, 3, 5, 11), (495,)]
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_what_is_no_key_gets_the_message_of_jax(name):
+    with pytest.raises(TypeError, match="key"):
+        getattr(nnx.initializers, name)()(None, (3, 3, 5, 8))
