@@ -13,6 +13,7 @@ With XLA_FLAGS=--xla_force_host_platform_device_count=8 the row `sharded constru
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import statistics
@@ -28,8 +29,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .timing import QUICK, Call, Effort, Measurement, Report, Table, agree, main, measure
 
 WIDTH, LAYERS, HEADS = 16, 4, 2
+CONVOLUTIONS = [(3, 8), (16, 32)]  # features in, out; with windows of 3 by 3
 BASE, OURS, THEIRS, EQUINOX = "raw JAX", "nnxlib", "flax.nnx", "equinox"
 CONTENDERS: Sequence[str] = (BASE, OURS, THEIRS, EQUINOX)
+FIRST = "first construction"
 Params = Any  # nested dicts of arrays
 
 # --- raw JAX --------------------------------------------------------------------------------------------------------
@@ -58,6 +61,16 @@ def make_mlp(seed: int = 0) -> Params:
         kernel = init(jax.random.fold_in(key, 2 * i), (WIDTH, WIDTH), jnp.float32)
         bias = zeros(jax.random.fold_in(key, 2 * i + 1), (WIDTH,), jnp.float32)
         layers.append({"kernel": kernel, "bias": bias})
+    return {"layers": layers}
+
+
+def make_convolutions() -> Params:
+    """The same for convolutions."""
+    key, layers = jax.random.key(0), []
+    init, zeros = jax.nn.initializers.lecun_normal(), jax.nn.initializers.zeros
+    for i, (inputs, outputs) in enumerate(CONVOLUTIONS):
+        kernel = init(jax.random.fold_in(key, 2 * i), (3, 3, inputs, outputs), jnp.float32)
+        layers.append({"kernel": kernel, "bias": zeros(jax.random.fold_in(key, 2 * i + 1), (outputs,), jnp.float32)})
     return {"layers": layers}
 
 
@@ -95,7 +108,11 @@ class Graph:
             def __call__(self, x: jax.Array) -> jax.Array:
                 return self.attention(x)
 
-        self.mlp, self.attention = MLP, Attention
+        class Convolutions(nnx.Module):
+            def __init__(self, rngs: Any) -> None:
+                self.layers = nnx.List([nnx.Conv(*sizes, (3, 3), rngs=rngs) for sizes in CONVOLUTIONS])
+
+        self.mlp, self.attention, self.convolutions = MLP, Attention, Convolutions
 
     def grad(self, loss: Callable, model: Any, x: jax.Array) -> jax.Array:
         return self.nnx.grad(loss)(model, x).layers[0].kernel[...]
@@ -108,6 +125,9 @@ class Graph:
 
     def make(self) -> Any:
         return self.mlp(self.nnx.Rngs(0))
+
+    def make_convolutions(self) -> Any:
+        return self.convolutions(self.nnx.Rngs(0))
 
     def make_sharded(self) -> Any:
         init = self.nnx.with_partitioning(self.nnx.initializers.lecun_normal(), (None, "model"))
@@ -165,6 +185,9 @@ class Tree:
 
     def make(self) -> Any:
         return self.mlp(make_mlp())
+
+    def make_convolutions(self) -> Any:
+        return self.mlp(make_convolutions())
 
     def make_sharded(self) -> Any:
         return self.mlp(jax.tree.map(_sharded, make_mlp()))
@@ -241,6 +264,20 @@ def _made(library: Any) -> jax.Array:
     return library.first(library.make())
 
 
+def first_construction(libraries: Mapping[str, Any]) -> Group:
+    """Two convolutions, where nothing has been compiled: as the first model that a program makes."""
+
+    def first(make: Callable, of: Callable = lambda made: made.layers[0].kernel[...]) -> Call:
+        def call() -> jax.Array:
+            jax.clear_caches()
+            return of(make())
+
+        return call
+
+    group = {BASE: first(make_convolutions, lambda params: params["layers"][0]["kernel"])}
+    return group | {label: first(library.make_convolutions) for label, library in libraries.items()}
+
+
 def jitted_construction(libraries: Mapping[str, Any]) -> Group:
     """Each call compiles anew, as the one call in a program does."""
     group: dict[str, Call] = {BASE: lambda: jax.jit(lambda: make_mlp())()["layers"][0]["kernel"]}
@@ -298,6 +335,7 @@ WORK: Mapping[str, Callable[[Mapping[str, Any]], Group]] = {
     "abstract construction": abstract_construction,
     "jitted construction": jitted_construction,
     "sharded construction": sharded_construction,
+    FIRST: first_construction,
 }
 
 
@@ -321,7 +359,8 @@ def run(effort: Effort, names: Sequence[str] = tuple(WORK)) -> Report:
         print(f"{name} ...", file=sys.stderr, flush=True)
         group = WORK[name](libraries)
         agree(group)
-        measured[name] = measure(group, effort)
+        few = dataclasses.replace(effort, rounds=min(5, effort.rounds))
+        measured[name] = measure(group, few if name == FIRST else effort)  # it takes seconds
     times = Table("Time, ratio to raw JAX (medians)", CONTENDERS, names)
     calls = Table("Python and C functions called", CONTENDERS, names)
     for label in CONTENDERS:
