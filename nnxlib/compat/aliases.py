@@ -12,6 +12,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from ..core import ops
 from ..core.filters import Filter
 from ..core.graph import build, pack
@@ -55,7 +57,8 @@ def merge(graphdef: Any, /, *states: Any, copy: bool = False, strict: bool = Fal
     """:func:`nnxlib.merge` with the Variables of the States themselves; with ``copy``, with new ones.
 
     Arrays may have another shape or dtype than in the GraphDef: kernels that are computed for each call, say.
-    Variables of another trace are not put into a Module of the running one, since they could not be written there.
+    Variables of another trace are not put into a Module of the running one, since they could not be written there; nor
+    is the raw data of a random key, in place of which the Module has a Variable with the key.
     """
     made, trace = ops.merge(graphdef, *states, strict=strict), current_trace()
     if isinstance(graphdef, GraphState):
@@ -65,7 +68,8 @@ def merge(graphdef: Any, /, *states: Any, copy: bool = False, strict: bool = Fal
     if not given:
         return made
     layout, values, _ = pack(made)
-    rows = {layout.variables[k]: given[path] for path, k in layout.positions.items() if path in given}
+    found = ((k, given[path]) for path, k in layout.positions.items() if path in given)
+    rows = {layout.variables[k]: x for k, x in found if not _is_key(values[k]) or _is_key(x.get_raw_value())}
     made = build(layout, values, rows)[0]
     if trace is not None:
         watch_draws(made)  # the streams that are copies after all
@@ -79,6 +83,10 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
     A call may make one, for a loss, say, in each layer of a stack that is called in a raw scan.
     """
     ops.write_states(node, (state, *states), strict, Variable)
+
+
+def _is_key(value: Any) -> bool:
+    return hasattr(value, "dtype") and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _flat(state: Any) -> list[tuple[tuple, Any]]:

@@ -143,6 +143,18 @@ def test_whatever_a_model_is_taken_apart_into_holds_the_very_variables():
     assert nnx.unflatten(graphdef, leaves).linear.kernel is not model.linear.kernel
 
 
+def test_merge_makes_keys_of_raw_data():
+    """As code for checkpoints without random keys has in their place; all other Variables are those of the State."""
+    layer = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(layer)
+    state["rngs"]["key"] = jax.tree.map(jax.random.key_data, state.filter(nnx.RngKey))["rngs"]["key"]
+    merged = nnx.merge(graphdef, state)
+    assert merged.rngs.key.value == layer.rngs.key.value
+    assert merged.rngs.count is layer.rngs.count
+    assert state["rngs"]["key"].dtype == jnp.uint32
+    assert merged(X).shape == X.shape
+
+
 def test_merge_makes_variables_of_the_running_trace():
     """Those of a State from outside could not be written to."""
     graphdef, state = nnx.split(nnx.Dict(n=nnx.Variable(jnp.array(1.0))))
