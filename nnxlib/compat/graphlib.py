@@ -104,6 +104,15 @@ def is_node(x: Any, /) -> bool:
     return is_pytree_node(x) or (is_graph_node(x) and not isinstance(x, Variable))
 
 
+def is_node_type(x: type, /) -> bool:
+    """Whether values of the class ``x`` are nodes: objects of the graph, States, and the pytrees that Python has.
+
+    >>> nnx.graphlib.is_node_type(nnx.Linear), nnx.graphlib.is_node_type(nnx.Param), nnx.graphlib.is_node_type(list)
+    (True, False, True)
+    """
+    return x in (list, tuple, dict, State, type(None)) or issubclass(x, Node)
+
+
 def jax_to_nnx_path(jax_path: tuple, /) -> PathParts:
     """Turn a key path of JAX into a path of plain keys.
 

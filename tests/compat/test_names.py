@@ -17,7 +17,7 @@ NAMES = {
     "extract": "=NodeStates =to_tree =from_tree",
     "graphlib": (
         "=GraphDef =GraphState =State =Variable =split =merge NodeDef NodeRef VariableDef GraphFlatState Key PathParts "
-        "Static is_graph_node is_node is_node_leaf is_pytree_node jax_to_nnx_path"
+        "Static is_graph_node is_node is_node_leaf is_node_type is_pytree_node jax_to_nnx_path"
     ),
     "helpers": "=Dict =List =Sequential =TrainState has_keyword_arg",
     "ids": "UUID uuid",
@@ -95,9 +95,11 @@ VALUES = {
 def kinds(nnx):
     """For each predicate, the values that it takes."""
     predicates = "is_node is_graph_node is_node_leaf is_pytree_node".split()
-    return {
+    found = {
         name: [key for key, make in VALUES.items() if getattr(nnx.graphlib, name)(make(nnx))] for name in predicates
     }
+    found["is_node_type"] = [key for key, make in VALUES.items() if nnx.graphlib.is_node_type(type(make(nnx)))]
+    return found
 
 
 def test_what_a_value_is_in_a_graph():
@@ -107,6 +109,7 @@ def test_what_a_value_is_in_a_graph():
         "is_graph_node": ["module", "rngs", "nnx.List", "Variable"],
         "is_node_leaf": ["Variable", "jax", "numpy"],
         "is_pytree_node": ["State", "list", "tuple", "dict", "None"],
+        "is_node_type": ["module", "rngs", "nnx.List", "State", "list", "tuple", "dict", "None"],
     }
 
 

@@ -6,6 +6,7 @@ import pkgutil
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import nnxlib
@@ -15,6 +16,7 @@ pytest.importorskip("flax.nnx", reason="flax is not installed (it is not, where 
 import flax.nnx
 
 from tests.compat.test_names import kinds, written
+from tests.conformance.results import same
 
 MODULES = (
     "bridge bridge.interop bridge.variables bridge.wrappers compat filterlib helpers nn.activations nn.attention "
@@ -105,3 +107,21 @@ def test_keyword_arguments_are_found_alike():
     ]
     here, there = ([nnx.helpers.has_keyword_arg(f, "a") for f in functions] for nnx in (nnxlib, flax.nnx))
     assert here == there
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
+@pytest.mark.parametrize("use_mean", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_what_published_normalising_layers_import(dtype, use_mean, masked):
+    """Functions with private names, which are nevertheless imported."""
+    key = jax.random.key(0)
+    x, mask = jax.random.normal(key, (3, 4, 5)), jax.random.bernoulli(key, 0.7, (3, 4, 1)) if masked else None
+
+    def script(nnx):
+        functions = nnx.nn.normalization
+        axes = functions._canonicalize_axes(3, (-2, 0, 1))
+        mean, var = functions._compute_stats(x, axes, dtype, None, None, use_mean, mask=mask)
+        y = functions._normalize(x, mean, var, jnp.arange(5.0), jnp.ones(5), axes, -1, dtype, 1e-5)
+        return axes, mean, var, y
+
+    same(script, {"float32": 1e-5, "bfloat16": 1e-2})

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nnxlib as nnx
+from nnxlib.nn import normalization
 from nnxlib.nn.dtypes import LayerInputError
 
 normal = jax.nn.initializers.normal(1.0)
@@ -425,3 +426,32 @@ def test_axes_to_reduce_that_are_not_there_are_refused(name):
     norm = NORMS[name](reduction_axes=(1, 5))
     with pytest.raises(LayerInputError, match=rf"{name} .*reduction_axes: 1, 5.*float32\[4, 3, 2\]"):
         norm(jnp.ones((4, 3, 2)))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("fast", [True, False])
+def test_published_layers_are_made_of_the_functions_that_the_layers_use(masked, fast):
+    """Such as batch renormalisation, which imports them from flax.nnx's module, under its names."""
+    layer, x = nnx.BatchNorm(5, use_fast_variance=fast, rngs=nnx.Rngs(0)), array(3, 4, 5)
+    mask = np.random.default_rng(0).random((3, 4, 1)) < 0.7 if masked else None
+    features = normalization._canonicalize_axes(x.ndim, layer.axis)
+    axes = tuple(a for a in range(x.ndim) if a not in features)
+    mean, var = normalization._compute_stats(x, axes, None, use_fast_variance=fast, mask=mask)
+    scale, bias = layer.scale.value, layer.bias.value
+    y = normalization._normalize(x, mean, var, scale, bias, axes, features, None, layer.epsilon)
+    np.testing.assert_array_equal(y, layer(x, mask=mask))
+    np.testing.assert_allclose(layer.mean.value, 0.01 * mean, rtol=1e-5)
+
+
+def test_functions_for_published_layers_compute_in_float32_at_least():
+    x = jnp.ones((3, 4), jnp.bfloat16)
+    for dtype, found in (None, jnp.bfloat16), (jnp.float32, jnp.float32), (jnp.bfloat16, jnp.bfloat16):
+        mean, var = normalization._compute_stats(x, -1, dtype)
+        assert (mean.dtype, var.dtype, mean.shape) == (jnp.float32, jnp.float32, (3,))
+        assert normalization._normalize(x, mean, var, None, None, -1, (1,), dtype, 1e-5).dtype == found
+    assert normalization._canonicalize_axes(4, (-1, 1, 3)) == (1, 3)
+    mean, var = normalization._compute_stats(2 * x, 0, None, use_mean=False)
+    assert (mean == 0).all()
+    assert (var == 4).all()
+    for value in normalization._compute_stats(x, 1, None, mask=jnp.zeros((3, 1), bool)):
+        assert jnp.isnan(value).all()
