@@ -21,7 +21,9 @@ replaced, products and formulas are plain functions.
 Exporters replace functions of ``jax.numpy`` by primitives of their own while they trace a model, which nothing else can
 run. A trace that is kept must not have these. So a step is traced with the functions that JAX had when nnxlib was
 imported. The user's own code is to have what the exporter has put there, so its traces are not kept meanwhile
-(transforms/program.py).
+(transforms/program.py). Softmax is the one function that an exported model should have as a whole, since runtimes look
+for it to find attention. So a product may use it, too, and while an exporter has replaced it, products and formulas are
+plain functions in a trace.
 """
 
 from __future__ import annotations
@@ -141,7 +143,7 @@ def product(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            return (function if products_are_replaced() else compiled)(*args, **kwargs)
+            return (function if _parts_are_replaced() else compiled)(*args, **kwargs)
 
         return run
 
@@ -157,6 +159,14 @@ def products_are_replaced() -> bool:
     return _DOT.__code__ is not _DOT_CODE or _CONV.__code__ is not _CONV_CODE
 
 
+_SOFTMAX = jax.nn.softmax
+
+
+def _parts_are_replaced() -> bool:
+    """Whether products and formulas are plain functions, to have what a quantiser, or an exporter, has put there."""
+    return products_are_replaced() or (jax.nn.softmax is not _SOFTMAX and not at_top_level())
+
+
 def formula(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a formula of a function that calls steps; the arguments named in ``static`` are hashable settings."""
 
@@ -165,7 +175,7 @@ def formula(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            return (function if at_top_level() or products_are_replaced() else inlined)(*args, **kwargs)
+            return (function if at_top_level() or _parts_are_replaced() else inlined)(*args, **kwargs)
 
         return run
 

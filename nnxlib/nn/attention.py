@@ -94,7 +94,7 @@ def _biased(scores: Array, bias: Array) -> Array:
     return scores + aligned(bias, scores.ndim).astype(scores.dtype)
 
 
-@step("is_causal", "dtype")
+@product("is_causal", "dtype")
 def _softmax(scores: Array, mask: Array | None, is_causal: bool, dtype: Any) -> Array:
     """The weights in ``dtype``; where a query may look at nothing, all scores are equal, and so are the weights."""
     allowed = None if mask is None else aligned(mask, scores.ndim).astype(bool)
@@ -147,7 +147,9 @@ def _weighted_sum(weights: Array, value: Array, precision: Any) -> Array:
     n = len(batch)
     paired = ((*range(n), n), (*range(n), n + 1))
     out = lax.dot_general(weights, value, (((weights.ndim - 1,), (n,)), paired), precision=precision)
-    return jnp.swapaxes(jnp.reshape(out, (*batch, heads, q_length, depth)), -3, -2)
+    if kv_heads != heads:
+        out = jnp.reshape(out, (*batch, heads, q_length, depth))
+    return jnp.swapaxes(out, -3, -2)
 
 
 # --- the functions ----------------------------------------------------------------------------------------------------

@@ -163,6 +163,7 @@ EXPORTED = {
     "LinearGeneral": (lambda: nnx.LinearGeneral(2, (3, 2), rngs=nnx.Rngs(0)), {"reshape": jnp}),
     "LayerNorm": (lambda: nnx.LayerNorm(2, rngs=nnx.Rngs(0)), {"reshape": jnp, "mean": jnp, "maximum": jnp}),
     "relu": (lambda: nnx.relu, {"relu": jax.nn}),
+    "attention": (lambda: lambda x: nnx.dot_product_attention(x, x, x), {"softmax": jax.nn, "reshape": jnp}),
 }
 
 
@@ -178,6 +179,19 @@ def test_what_an_exporter_puts_in_the_place_of_functions_of_jax_is_not_kept(name
             patch.setattr(module, function, lambda *a, original=original, **k: UNKNOWN.bind(original(*a, **k)))
         jax.make_jaxpr(lambda x: layer(x))(x)
     np.testing.assert_allclose(layer(x), jax.jit(lambda x: layer(x))(x), rtol=1e-5, atol=1e-6)
+
+
+def test_an_exporter_finds_the_softmax_of_attention(monkeypatch):
+    """The exported model has one softmax, in which a runtime recognises attention, even if the layer ran before."""
+    layer, x = nnx.MultiHeadAttention(2, 6, rngs=nnx.Rngs(0)), jnp.ones((5, 23, 6))
+    assert " exp" in str(jax.make_jaxpr(lambda x: layer(x, is_causal=True))(x))
+    own = jax.nn.softmax
+    monkeypatch.setattr(jax.nn, "softmax", lambda x, axis: UNKNOWN.bind(x))
+    exported = str(jax.make_jaxpr(lambda x: layer(x, is_causal=True))(x))
+    assert exported.count(" unknown ") == 1
+    assert " exp" not in exported
+    monkeypatch.setattr(jax.nn, "softmax", own)
+    assert " unknown " not in str(jax.make_jaxpr(lambda x: layer(x, is_causal=True))(x))
 
 
 def test_layers_that_are_first_imported_by_an_exporter_have_functions_of_jax():
