@@ -68,7 +68,7 @@ PROGRAM = """
 
 
 def test_a_second_process_finds_all_programs_in_the_cache_of_jax(tmp_path):
-    """What is compiled is the same in each process: nothing in it depends on addresses, or on how strings are hashed."""
+    """Nothing in what is compiled depends on addresses, or on how strings are hashed."""
     settings = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
