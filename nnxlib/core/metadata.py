@@ -198,7 +198,7 @@ class MetadataView(MutableMapping):
         self._variable = variable
 
     def __getitem__(self, name: str) -> Any:
-        return self._variable.get_metadata(name)
+        return self._variable.get_metadata()[canonical_name(name)]  # no hint if it is missing: ``in`` looks here, too
 
     def __setitem__(self, name: str, value: Any) -> None:
         if isinstance(value, Tracer):

@@ -135,6 +135,10 @@ class State(MutableMapping[K, V]):
     def __contains__(self, key: object) -> bool:
         return key in self._mapping
 
+    def get(self, key: K, default: Any = None) -> Any:
+        """What is at a key, or the default if there is nothing."""
+        return self[key] if key in self._mapping else default  # not by an error, whose hint takes 20 us
+
     def __iter__(self) -> Iterator[K]:
         return iter(self._mapping)
 

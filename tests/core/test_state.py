@@ -134,6 +134,12 @@ def test_it_iterates_like_a_dict():
     assert not State({})
 
 
+def test_asking_for_a_key_that_may_be_missing_is_cheap():
+    """Code that runs at each step asks by ``get``: no error is made, whose hint compares the key with all others."""
+    state = State(wide(1000))
+    assert count_calls(lambda: state.get("layer")) < 10
+
+
 def test_missing_keys_and_attributes():
     """A missing key is a KeyError; it and a missing attribute name the keys there are, for reading and deleting."""
     state = model_state()

@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import nnxlib as nnx
+from benchmarks.timing import count_calls
 from nnxlib.core.errors import ArgumentError
 from nnxlib.core.tables import table_of
 
@@ -242,6 +243,16 @@ def test_metadata_under_the_name_that_pipelines_read_can_be_edited():
     assert read(variable) == len(variable._var_metadata) == 1  # a jitted function has noticed it
     variable._var_metadata = {"layer": "third"}
     assert variable.get_metadata() == {"layer": "third"}
+
+
+def test_metadata_that_may_be_missing_is_cheap_to_ask_for():
+    """Keras asks for hooks at each read and write of a variable: no error is made, whose hint compares all names."""
+    metadata = nnx.Param(1.0, **{f"entry_{i}": i for i in range(100)})._var_metadata
+    assert "sharding" not in metadata
+    assert metadata.get("on_get_value") is None
+    assert count_calls(lambda: ("on_get_value" in metadata, metadata.get("on_set_value"))) < 30
+    with pytest.raises(KeyError, match="on_get_value"):
+        metadata["on_get_value"]
 
 
 def test_metadata_is_edited_under_another_trace_unless_it_is_traced():
