@@ -51,7 +51,7 @@ from .errors import ArgumentError, InvalidRngError, MissingStreamError, Path, Us
 from .filters import Filter, filters_to_predicates, first_of
 from .formulas import full, step
 from .objects import Pytree, attributes_of, new_node
-from .tracing import Tracer
+from .tracing import Tracer, bits_of
 from .variables import RngCount, RngKey, RngState, Variable
 
 P = ParamSpec("P")
@@ -542,13 +542,13 @@ def _is_small(seed: Any) -> bool:
 
 
 def _fingerprint(value: Any, root: jax.Array, all_small: bool) -> Hashable:
-    """What tells seeds apart: the key's bits; while tracing, where they are unknown, the int or the tracer itself.
+    """What tells seeds apart: the key's bits; where they are traced, the int or the tracer itself.
 
     Small numbers are told apart by themselves, since the bits would have to be fetched from the device.
     """
     if all_small or isinstance(root, Tracer):
         return ("int", value) if isinstance(value, int) else ("tracer", id(value))
-    return str(root.dtype), root.shape, np.asarray(jax.random.key_data(root)).tobytes()
+    return str(root.dtype), root.shape, np.asarray(bits_of(root)).tobytes()
 
 
 def _map_streams(

@@ -108,6 +108,12 @@ def is_readable(x: jax.Array) -> bool:
     return not x.is_deleted() and (x.is_fully_addressable or x.is_fully_replicated)
 
 
+def bits_of(key: jax.Array) -> jax.Array:
+    """The data of a random key that is no tracer; in a trace, `jax.random.key_data` would make a tracer of it."""
+    with jax.ensure_compile_time_eval():
+        return jax.random.key_data(key)
+
+
 def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
     """The mesh of the context: of a ``shard_map``, ``jax.set_mesh`` or a ``with mesh:`` block; None without one."""
     mesh = jax.sharding.get_abstract_mesh()

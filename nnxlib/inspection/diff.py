@@ -28,7 +28,7 @@ from ..core.objects import Node
 from ..core.reprs import static_repr
 from ..core.state import FlatState, State
 from ..core.static import same_items
-from ..core.tracing import Tracer
+from ..core.tracing import Tracer, bits_of
 from ..core.traversals import flatten_mapping, sorted_by_path
 from ..core.variables import Variable
 from .entries import Entries, values_of
@@ -268,7 +268,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _key_data(x: Any) -> jax.Array | None:
-    return jax.random.key_data(x) if _is_key(x) and _is_concrete(x) else None
+    return bits_of(x) if _is_key(x) and _is_concrete(x) else None
 
 
 def _is_concrete(x: Any) -> bool:

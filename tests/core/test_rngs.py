@@ -467,6 +467,20 @@ def test_equal_seeds_are_told_apart_while_tracing():
     assert bits(jax.jit(lambda key: nnx.Rngs(params=key, dropout=key).dropout())(jax.random.key(0))) == expected
 
 
+@pytest.mark.parametrize("transform", [jax.jit, nnx.jit, jax.vmap, nnx.vmap])
+def test_keys_from_outside_of_a_trace_make_streams(transform):
+    """A function that closes over keys makes the same streams in a trace; equal keys are told apart there."""
+    key, other = jax.random.key(0), jax.random.key(1)
+
+    def draws(_):
+        rngs = [nnx.Rngs(params=key, dropout=other), nnx.Rngs(params=key, dropout=1), nnx.Rngs(params=key, dropout=key)]
+        return [stream() for r in rngs for stream in (r.params, r.dropout)]
+
+    keys = draws(0)
+    assert all(map(same, keys, [k.reshape(()) for k in transform(draws)(jnp.zeros(1))]))
+    assert not same(keys[4], keys[5])
+
+
 def test_a_stream_handed_over_under_another_name_shares_root_and_count():
     """`Rngs(stream)` draws on where the stream is, and the stream draws on from there."""
     stream = nnx.RngStream(0, tag="params")

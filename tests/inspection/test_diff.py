@@ -197,6 +197,14 @@ def test_values_of_all_kinds():
     nnx.diff(nnx.State({"v": nnx.Param(Odd())}), nnx.State({"v": nnx.Param(Odd())}))
 
 
+def test_keys_from_outside_of_a_trace_are_compared_in_it():
+    """As other concrete arrays are."""
+    ours, theirs = nnx.RngStream(0, tag="a"), nnx.RngStream(1, tag="a")
+    found = []
+    jax.eval_shape(lambda: found.extend(nnx.diff(ours, theirs)))
+    assert found == list(nnx.diff(ours, theirs)) != []
+
+
 def test_what_cannot_be_compared():
     """Things without Modules or arrays, and a State with a GraphDef: errors that say so."""
     with pytest.raises(
