@@ -38,7 +38,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the library does for the user, without the walks that NNXLIB_CHECK adds: for tests that count."""
-    monkeypatch.setattr("nnxlib.core.tables.CHECK_ALWAYS", False)
+    monkeypatch.setattr("nnxlib.core.live_table.CHECK_ALWAYS", False)
 
 
 _modules = itertools.count(1)

@@ -33,10 +33,11 @@ from .lost import watch_draws
 from .making import make_variable, make_variables
 from .nesting import Nesting
 from .objects import Node, check_writable, set_child
+from .packing import pack_live
 from .rows import Row, VariableRow, count_leaves, touched_rows
 from .state import FlatState, State, grouped, one_or_all, state_of_items
 from .static import Const
-from .tables import build_described, pack_live, table_of
+from .tables import build_described, table_of
 from .tracing import Tracer, at_top_level, boundary, current_trace
 from .variables import Intermediate, RngKey, Variable, plain_value
 

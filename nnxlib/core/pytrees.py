@@ -40,8 +40,8 @@ from .registration import register_pytree
 from .reprs import static_repr
 from .rows import NodeRow, Ref, Tree
 from .stamps import Stamp, stamping, with_stamp
-from .static import Const
-from .tables import have_changed, table_of
+from .static import Const, have_changed
+from .tables import table_of
 from .traversals import sorted_keys
 from .variables import Variable
 from .walk import flatten_once

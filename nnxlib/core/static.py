@@ -21,7 +21,7 @@ import operator
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -183,6 +183,14 @@ def holds_same(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
 def same_items(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
     """Whether two mappings, such as metadata, are equal as static values; ``==`` would fail for arrays in them."""
     return holds_same(a, b) or Const.of_items(a) == Const.of_items(b)
+
+
+def have_changed(mutable: Iterable[tuple[Any, Const]]) -> bool:
+    """Whether any of these static values, which can be changed in place, is not what it was."""
+    try:
+        return not all(const == Const.of(value) for value, const in mutable)
+    except StaticValueError:  # the walk will say where
+        return True
 
 
 class _Freezer:

@@ -28,11 +28,13 @@ from ..core.filters import Filter, PathContains, to_predicate
 from ..core.formulas import step
 from ..core.graph import Delta, build, commit, diff
 from ..core.iteration import iter_objects
+from ..core.live_table import LiveTable
 from ..core.module import Module
+from ..core.packing import pack_live
 from ..core.rngs import Rngs
 from ..core.rows import LEAF
 from ..core.stamps import Stamp
-from ..core.tables import LiveTable, pack_live, table_of
+from ..core.tables import table_of
 from ..core.tracing import at_top_level
 from ..core.variables import BatchStat, Param
 from ..core.walk import ObjectList

@@ -18,8 +18,8 @@ from ..core.filters import Filter, shown
 from ..core.graph import build
 from ..core.objects import Node, Pytree
 from ..core.ops import state
+from ..core.packing import pack_live
 from ..core.state import State, filter_state, from_flat_state, to_flat_state
-from ..core.tables import pack_live
 from ..core.tracing import boundary
 from ..core.variables import Variable, plain_value
 from .stored import matched, set_values, without_aliases

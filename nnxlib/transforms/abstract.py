@@ -19,10 +19,10 @@ from ..core.escapes import without_escapes
 from ..core.graph import Delta, Packed, build, commit, diff, pack
 from ..core.identity import Identified
 from ..core.inputs import lend
+from ..core.packing import pack_live
 from ..core.placement import devices_at_hand, on_devices, using_eager_sharding
 from ..core.references import search
 from ..core.rows import VariableRow
-from ..core.tables import pack_live
 from ..core.tracing import boundary, with_room
 from .axes import place_new
 from .callables import resolve

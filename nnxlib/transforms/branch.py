@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from ..core.errors import OUTPUT, ArgumentError, BodyError, UsageError, describe, format_path, listed
 from ..core.graph import After, Delta
 from ..core.layout import Layout
+from ..core.packing import pack_live
 from ..core.recordings import fill_up
 from ..core.rows import ROOT, NodeRow, Owner, count_leaves, touched_rows
-from ..core.tables import pack_live
 from ..core.tracing import boundary
 from .body import Body, own_states, structural_rows, trace_body, zeros
 from .body_checks import check_same_output, structural_changes

@@ -6,7 +6,7 @@ each object keeps a table (core/tables.py), and so its interned layout. So the k
 these layouts, and what the objects share. A :class:`KnownCall` has it, and what was found on the way.
 
 Variables that are arguments by themselves, as in a State of gradients, are often new at each call. They get a table
-only when they come again; until then a :class:`~nnxlib.core.tables.VariableGroup` describes them.
+only when they come again; until then a :class:`~nnxlib.core.packing.VariableGroup` describes them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ..core.data import is_node
+from ..core.live_table import LiveTable
+from ..core.packing import Sharing, Tables, VariableGroup, sharing_of
 from ..core.static import StaticArgument
-from ..core.tables import LiveTable, Sharing, Tables, VariableGroup, sharing_of, table_of
+from ..core.tables import table_of
 from ..core.variables import Variable
 
 LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are added when they are first met

@@ -25,11 +25,11 @@ from ..core.graph import commit
 from ..core.iteration import iter_graph, iter_objects
 from ..core.module import Module
 from ..core.objects import Node
+from ..core.packing import pack_live
 from ..core.pop import pop
 from ..core.recordings import Removed, attribute_for, bring_back, put_back, record, recorded_in, recorded_name, take_out
 from ..core.references import search
 from ..core.state import State, from_flat_state
-from ..core.tables import pack_live
 from ..core.tracing import boundary
 from ..core.variables import Variable
 from .callables import resolve

@@ -19,7 +19,7 @@ import jax
 import jax.tree_util as jtu
 
 from ..core.missing import MISSING
-from ..core.tables import pack_live
+from ..core.packing import pack_live
 from ..core.tracing import jaxpr_as_fun, named_equations, scope_of
 from .classes import lifts_classes
 from .lift import Arguments, Crossing, lift

@@ -24,9 +24,9 @@ from ..core.filters import Nothing, to_predicate
 from ..core.graph import After, Delta, Packed, build, pack
 from ..core.layout import Layout
 from ..core.missing import MISSING
+from ..core.packing import pack_live
 from ..core.rows import ROOT, Tree, children, count_leaves
 from ..core.static import StaticArgument
-from ..core.tables import pack_live
 from ..core.tracing import boundary
 from .callables import as_bound, as_pair, resolve
 from .leaf_checks import check_returned, check_traceable, type_of

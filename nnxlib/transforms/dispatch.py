@@ -31,10 +31,11 @@ from ..core.data import is_node
 from ..core.errors import NnxError
 from ..core.graph import Delta, commit, pack
 from ..core.layout import keep
+from ..core.packing import Sharing, Tables, VariableGroup
+from ..core.patching import patched
 from ..core.rows import LEAF, Ref, Spec, Tree, parts, value_of
 from ..core.stamps import stamping
 from ..core.static import StaticArgument
-from ..core.tables import Sharing, Tables, VariableGroup, patched
 from .call_keys import LEAF_TYPES, KnownCall, describe, flatten_containers, flatten_pytrees, objects_in, unfolded
 from .closure_inputs import Literals, LiteralToken, literals_in, literals_of
 from .labels import join_lanes

@@ -10,7 +10,7 @@ import jax
 
 from ..core.graph import build, commit
 from ..core.missing import MISSING
-from ..core.tables import pack_live
+from ..core.packing import pack_live
 from .callables import check_options, name_of, resolve, static_arguments
 from .classes import lifts_classes
 from .lift import Arguments, Crossing

@@ -15,7 +15,7 @@ import jax
 from ..core.graph import commit
 from ..core.missing import MISSING
 from ..core.operators import unwrapped
-from ..core.tables import pack_live
+from ..core.packing import pack_live
 from ..core.tracing import with_room
 from .callables import as_pair, by_position, resolve
 from .checkify import note_nan

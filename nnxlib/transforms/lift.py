@@ -12,7 +12,7 @@ static data in the output pytree, so JAX itself returns the right one for each t
 ever sees the fresh objects. So whatever it does, live objects stay as they were until ``commit``, and no tracer can
 reach them.
 
-(The code calls ``pack_live`` of core/tables.py, which returns the same as ``pack``, from the live tables of the
+(The code calls ``pack_live`` of core/packing.py, which returns the same as ``pack``, from the live tables of the
 arguments where these are valid.)
 
 Some transformations do not treat all leaves alike: ``vmap`` maps some of them and not others. Then each leaf has a
@@ -43,9 +43,9 @@ from ..core.graph import After, Delta, Packed, build, commit, diff
 from ..core.inputs import lend
 from ..core.layout import Layout
 from ..core.missing import MISSING
+from ..core.packing import pack_live
 from ..core.recordings import bring_back, recorded_anew
 from ..core.rows import Ref, parts
-from ..core.tables import pack_live
 from ..core.tracing import boundary
 from .axes import stack_axes, stack_recorded, strip_axes
 from .callables import resolve

@@ -19,8 +19,8 @@ from ..core.errors import OUTPUT, ArgumentError, EmptySelectionError, ReadOnlyEr
 from ..core.filters import Filter, Predicate, to_predicate
 from ..core.graph import After, Packed, commit
 from ..core.missing import MISSING
+from ..core.packing import pack_live
 from ..core.state import from_flat_state, to_flat_state
-from ..core.tables import pack_live
 from ..core.variables import Param, Variable
 from .callables import resolve
 from .classes import lifts_classes

@@ -34,10 +34,11 @@ from ..core.held import held_in, used_by_arguments
 from ..core.layout import KEPT, Layout
 from ..core.look_ups import PROGRAMS, is_jitted
 from ..core.objects import Node
+from ..core.packing import pack_live
 from ..core.recordings import recorded_anew
 from ..core.references import search
 from ..core.static import Const, Identity, state_of
-from ..core.tables import pack_live, table_of
+from ..core.tables import table_of
 from ..core.tracing import at_top_level, evaluate, with_room
 from .callables import name_of
 from .checkify import note_nan

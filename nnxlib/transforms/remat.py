@@ -14,8 +14,8 @@ import jax
 from ..core.errors import ArgumentError
 from ..core.formulas import as_array
 from ..core.missing import MISSING
+from ..core.packing import pack_live
 from ..core.static import StaticArgument
-from ..core.tables import pack_live
 from ..core.tracing import boundary
 from .callables import resolve, static_arguments
 from .classes import lifts_classes

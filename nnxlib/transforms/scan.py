@@ -27,9 +27,9 @@ from ..core.errors import BodyError, PlacementError, PrefixError, describe_neste
 from ..core.graph import After
 from ..core.layout import Layout
 from ..core.missing import MISSING
+from ..core.packing import pack_live
 from ..core.recordings import recorded_anew
 from ..core.rows import ROOT, BoundMethod, Spec, Tree, children, same_treedef
-from ..core.tables import pack_live
 from ..core.variables import RngCount
 from . import body_checks
 from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks, stack_axes, stack_recorded, strip_axes

@@ -16,7 +16,7 @@ import jax
 from ..core.errors import OUTPUT, ArgumentError, describe
 from ..core.graph import Packed, commit, pack
 from ..core.missing import MISSING
-from ..core.tables import pack_live
+from ..core.packing import pack_live
 from ..core.tracing import boundary
 from .callables import resolve
 from .grad import split_aux

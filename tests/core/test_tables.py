@@ -15,12 +15,13 @@ import pytest
 
 import nnxlib as nnx
 from benchmarks.timing import count_calls
-from nnxlib.core import tables
+from nnxlib.core import patching, tables
 from nnxlib.core.errors import StaleLayoutError, StaticValueError
 from nnxlib.core.graph import pack
 from nnxlib.core.layout import KEPT
 from nnxlib.core.objects import attributes_of
-from nnxlib.core.tables import pack_live, table_of
+from nnxlib.core.packing import pack_live
+from nnxlib.core.tables import table_of
 from nnxlib.core.walk import Walk
 
 
@@ -428,6 +429,7 @@ def test_a_flag_toggled_for_the_third_time_is_not_described(monkeypatch, uncheck
     for n in (5, 1) * 8:
         m.layers[0].n = n
         layouts.append(layout_of(m))
+    monkeypatch.setattr(patching, "Walk", None)
     monkeypatch.setattr(tables, "Walk", None)
     for n, layout in ((5, layouts[1]), (1, layouts[2])) * 2:
         m.layers[0].n = n
@@ -465,7 +467,7 @@ def test_a_change_by_another_thread_while_a_table_is_patched(when, monkeypatch, 
     """It is seen by the next call, and what was described in between is not taken for the structure of before."""
     m = Net()
     layouts = [layout_of(m)]
-    describe = tables._rows_with_other_statics
+    describe = patching._rows_with_other_statics
 
     def interrupted(*args):
         rows = describe(*args) if when == "after" else None
@@ -476,7 +478,7 @@ def test_a_change_by_another_thread_while_a_table_is_patched(when, monkeypatch, 
 
     m.layers[0].n = 5
     with monkeypatch.context() as patch:
-        patch.setattr(tables, "_rows_with_other_statics", interrupted)
+        patch.setattr(patching, "_rows_with_other_statics", interrupted)
         layouts.append(layout_of(m))
     for value in (7, 1, 5, 7, 1, 5):
         layouts.append(layout_of(m))
@@ -488,7 +490,7 @@ def test_a_change_by_another_thread_that_is_not_told_yet(monkeypatch, unchecked)
     """Between the write to the attributes and the note of it a table is patched: that remembers no wrong way."""
     m = Net()
     layouts = [layout_of(m)]
-    describe = tables._rows_with_other_statics
+    describe = patching._rows_with_other_statics
 
     def interrupted(*args):
         attributes_of(m.layers[0])["n"] = 7
@@ -496,7 +498,7 @@ def test_a_change_by_another_thread_that_is_not_told_yet(monkeypatch, unchecked)
 
     m.layers[0].n = 5
     with monkeypatch.context() as patch:
-        patch.setattr(tables, "_rows_with_other_statics", interrupted)
+        patch.setattr(patching, "_rows_with_other_statics", interrupted)
         layouts.append(layout_of(m))
     m.layers[0].n = 7  # now it is told
     for value in (1, 5, 7, 1, 5):

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from nnxlib.core import tables
+from nnxlib.core import live_table
 
 
 @pytest.fixture(scope="module", autouse=True)
 def check_always() -> Iterator[None]:
     """As under NNXLIB_CHECK=1: a layout that is out of date raises instead of computing a stale result."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "CHECK_ALWAYS", True)
+        patch.setattr(live_table, "CHECK_ALWAYS", True)
         yield

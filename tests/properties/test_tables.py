@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import nnxlib as nnx
 from nnxlib.core.graph import pack
-from nnxlib.core.tables import pack_live, table_of
+from nnxlib.core.packing import pack_live
+from nnxlib.core.tables import table_of
 
 from .compare import objects_in
 from .programs import programs, run
