@@ -1,7 +1,7 @@
 """Conditions: what a function refers to, as it must be found at each call for what was traced to be right.
 
-The objects that the function captures, the *roots*, must be where they were. So each step on the ways to them
-(references.py) is made again.
+The objects that the function captures, the *roots*, must be where they were. So each look-up on the chains to
+them (chains.py) is made again.
 
 The numbers, texts and arrays that a function refers to are constants of the compiled function, as in JAX: it is not
 traced again when one of them changes. But where there was a number, or None, there may be a Module later, and then the
@@ -12,7 +12,7 @@ at. All constants count as one type:
   dict also their order, if its keys are simple: text, integers, or tuples of these.
 - What stands alone, in a closure, in globals or in a class, is an :class:`End`, and is looked up.
 
-The functions, containers and objects on the ways to these places must be the same as before.
+The functions, containers and objects on the chains to these places must be the same as before.
 
 One function makes all these look-ups (straight.py). Its code is generated when it is first needed.
 """
@@ -26,20 +26,11 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
+from .chains import MAPPINGS, MUTABLE_CONTAINERS, Chain, Step, are_simple, is_constant_type, same_attributes
 from .graphdef import GraphDef
 from .identity import Identified
 from .look_ups import LookUp, attribute, in_class, in_context, is_of_library, referent
-from .references import (
-    MAPPINGS,
-    MUTABLE_CONTAINERS,
-    Reached,
-    Step,
-    Way,
-    are_simple,
-    is_constant_type,
-    is_left_over,
-    same_attributes,
-)
+from .references import Reached, is_left_over
 from .static import dict_of
 from .straight import straight_line
 
@@ -55,8 +46,8 @@ class Conditions:
 
     Args:
       found: what the function refers to.
-      others: the ways to objects that are not captured.
-      roots: those that are, and the ways to each.
+      others: the chains to objects that are not captured.
+      roots: those that are, and the chains to each.
       functions: the conditions must not refer to these, since they will be kept on one of them.
     """
 
@@ -67,29 +58,29 @@ class Conditions:
     def __init__(
         self,
         found: Reached,
-        others: Iterable[Way] = (),
-        roots: Iterable[tuple[weakref.ref, Iterable[Way]]] = (),
+        others: Iterable[Chain] = (),
+        roots: Iterable[tuple[weakref.ref, Iterable[Chain]]] = (),
         functions: Collection[Any] = (),
     ):
-        known, steps = set[int](), list[Step]()  # known: the ids of ways and holders, see `Way.steps`
+        known, steps = set[int](), list[Step]()  # known: the ids of chains and holders, see `Chain.steps`
         # The roots: one step to each yields it.
-        for root, ways in roots:
+        for root, chains in roots:
             directly = Step(LookUp(referent, root), root)
-            last, *further = [step for way in ways for step in way.steps(known)] or [directly]
+            last, *further = [step for chain in chains for step in chain.steps(known)] or [directly]
             steps += [last._replace(is_root=True), *further]
-        steps += [step for way in found.alternatives for step in way.steps(known)]
-        # What is compared: members of containers and objects, and what stands alone; and the ways to their holders.
-        looked_at = found.looked_along([way for way in found.ways if _held_by(way.value)])
-        containers = [(way, members) for way in looked_at for members in _held_by(way.value)]
-        alone = found.looked_along([way for way in [*found.ends, *others] if _is_alone(way)])
-        known |= {id(way.value) for way, _ in containers}  # their lengths need not be compared
-        ways = [way for way, _ in containers] + [way.before for way in alone if way.before is not None]
-        steps += [step for way in ways for step in way.steps(known)]
-        objects = [way.value for way, held in containers if held is not _FIXED and held is not way.value]
+        steps += [step for chain in found.alternatives for step in chain.steps(known)]
+        # What is compared: members of containers and objects, and what stands alone; and the chains to their holders.
+        looked_at = found.followable([chain for chain in found.chains if _held_by(chain.value)])
+        containers = [(chain, members) for chain in looked_at for members in _held_by(chain.value)]
+        alone = found.followable([chain for chain in [*found.ends, *others] if _is_alone(chain)])
+        known |= {id(chain.value) for chain, _ in containers}  # their lengths need not be compared
+        chains = [chain for chain, _ in containers] + [chain.before for chain in alone if chain.before is not None]
+        steps += [step for chain in chains for step in chain.steps(known)]
+        objects = [chain.value for chain, held in containers if held is not _FIXED and held is not chain.value]
         steps += [step for x in objects for step in same_attributes(x, known)]
-        ends = [way for way in alone if not way.look_up.refers_to(functions)]
+        ends = [chain for chain in alone if not chain.look_up.refers_to(functions)]
         self.steps = [step for step in steps if not step.look_up.refers_to(functions)]
-        self.ends = [End(way.look_up, types.CellType(type(way.value))) for way in ends]
+        self.ends = [End(chain.look_up, types.CellType(type(chain.value))) for chain in ends]
         self.members = [Members(container) for _, container in containers if container is not _FIXED]
 
     def __bool__(self) -> bool:
@@ -198,11 +189,11 @@ def _is_frozen(x: Any) -> bool:
     return getattr(getattr(type(x), "__dataclass_params__", None), "frozen", False)
 
 
-def _is_alone(way: Way) -> bool:
-    """Whether the value at the end of a way may be replaced, and is no member that :class:`Members` compares."""
-    if way.before is None or not _finds(way.look_up, type(way.value)):
+def _is_alone(chain: Chain) -> bool:
+    """Whether the value at the end of a chain may be replaced, and is no member that :class:`Members` compares."""
+    if chain.before is None or not _finds(chain.look_up, type(chain.value)):
         return False
-    holder, kind = way.before.value, way.look_up.kind
+    holder, kind = chain.before.value, chain.look_up.kind
     if issubclass(type(holder), tuple | frozenset | types.MethodType | functools.partial) or _is_frozen(holder):
         return False
     if kind in (referent, in_context, in_class):

@@ -2,7 +2,7 @@
 
 A function refers to its closure, its defaults and its globals, and these hold other values in turn. A :class:`LookUp`
 is one step: a *holder*, a *key*, and the *kind* of look-up. It can be made at any time, and finds what is there then.
-How steps form ways is in references.py.
+How they form chains is in chains.py.
 
 :func:`look_ups_in` yields the look-ups in any object. Those in globals depend on what a function, or other code, names:
 :func:`globals_of`, :func:`globals_in`.
@@ -141,7 +141,7 @@ def has_length(container: Any, length: int) -> bool:
 
 
 def itself(x: Any, key: None) -> Any:
-    """The function with which all ways begin."""
+    """The function with which all chains begin."""
     return x
 
 

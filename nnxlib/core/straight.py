@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import ReferenceType
 
+from .chains import Reference, Step
 from .look_ups import (
     LookUp,
     attribute,
@@ -35,7 +36,6 @@ from .look_ups import (
     own,
     referent,
 )
-from .references import Reference, Step
 
 
 def straight_line(

@@ -88,7 +88,7 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
         check_traceable(layout, packed.leaves)
         raise
     except TraceContextError:
-        captured = pack([way.value for way in search(f).ways if issubclass(type(way.value), Identified)])
+        captured = pack([chain.value for chain in search(f).chains if issubclass(type(chain.value), Identified)])
         if not captured.objects:
             raise
         leaves, outcome = with_room(jax.eval_shape, pure, packed.leaves)

@@ -157,10 +157,10 @@ def _first_module(arguments: Arguments) -> Module | None:
 def _referred(function: Callable) -> Module:
     """The Module that a function captures: ``nnx.jit(model)``, or a closure."""
     roots, covered = list[Module](), set[int]()
-    for way in search(function).ways:
-        if issubclass(type(way.value), Module) and id(way.value) not in covered:
-            below = {id(part) for _, part in reachable(way.value, set())}
-            roots = [*(root for root in roots if id(root) not in below), way.value]
+    for chain in search(function).chains:
+        if issubclass(type(chain.value), Module) and id(chain.value) not in covered:
+            below = {id(part) for _, part in reachable(chain.value, set())}
+            roots = [*(root for root in roots if id(root) not in below), chain.value]
             covered |= below
     if len(roots) != 1:
         names = ", ".join(type(root).__name__ for root in roots)

@@ -1,12 +1,12 @@
 """What a jitted function captures: the objects that it refers to without taking them as arguments.
 
 They are found while the function is traced (core/closures.py), and are inputs and outputs from then on. At the next
-call the function may refer to other ones, because a closure or a global has been set. So each step on the ways to them
-(core/references.py) is made again, and what it finds is compared with what it found before.
+call the function may refer to other ones, because a closure or a global has been set. So each look-up on the chains to
+them (core/chains.py) is made again, and what it finds is compared with what it found before.
 
 If something differs, and the objects are searched again, there may be as many as before, of the same structure, to
-which other ways lead. A compiled function takes them in a certain order: first the Module under one name, then the one
-under another. So the *addresses* of the objects are part of its key: what is looked up on the ways to each.
+which other chains lead. A compiled function takes them in a certain order: first the Module under one name, then the
+one under another. So the *addresses* of the objects are part of its key: what is looked up on the chains to each.
 
 All of this is kept in one record, :class:`Known`, which :class:`Captures` replaces when something has changed.
 
@@ -27,6 +27,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ..core.chains import Chain
 from ..core.closures import CapturedObjects, Running, Watch, is_lent_elsewhere, note_running, running_in
 from ..core.conditions import Conditions
 from ..core.errors import TraceContextError
@@ -35,7 +36,7 @@ from ..core.graph import Packed, pack
 from ..core.held import held_in, statics_and_classes, used_by_arguments
 from ..core.identity import Identified
 from ..core.layout import KEPT, Layout
-from ..core.references import Reached, Way, search
+from ..core.references import Reached, search
 from ..core.rows import Ref, children, parts
 from ..core.tracing import current_trace
 from .leaf_checks import is_integer, is_literal
@@ -84,7 +85,7 @@ class Known(NamedTuple):
     roots: Sequence[weakref.ref] = ()  # the objects
     running: Running = MappingProxyType({})  # the code that was running when they were noticed
     literals: Literals = Literals((), ())
-    holders: Sequence[Any] = ()  # held by arguments; ways to the objects begin there, too
+    holders: Sequence[Any] = ()  # held by arguments; chains to the objects begin there, too
     conditions: Conditions = Conditions(Reached([], [], set()))
     token: object = None  # of the addresses alone
 
@@ -201,7 +202,7 @@ class Captures:
         below = {id(part) for x in captured for _, part in reachable(x, seen)}
         given = set(map(id, captured))
         known = self.known or EMPTY
-        others = _objects_on(self._search(known, captured).ways)
+        others = _objects_on(self._search(known, captured).chains)
         found = [x for x in others if id(x) not in given and any(id(part) in below for _, part in reachable(x, set()))]
         if found:
             raise CapturedObjects(found)
@@ -224,8 +225,8 @@ class Captures:
         """The objects that are now at the addresses of a token, and the token; for each token, the newest first."""
         shapes = dict[int, Hashable]()
         try:
-            objects = [way for way in found.ways if issubclass(type(way.value), Identified)]
-            at: dict[Hashable, Any] = {way.address(shapes): way.value for way in objects}
+            objects = [chain for chain in found.chains if issubclass(type(chain.value), Identified)]
+            at: dict[Hashable, Any] = {chain.address(shapes): chain.value for chain in objects}
             met = [(where[0], token) for where, token in self._tokens.items() if type(where) is tuple]
             at_addresses = [(_objects_at(addresses, at), token) for addresses, token in reversed(met)]
         except Exception:  # a key has no hash, or an error of user code, such as a comparison of two keys
@@ -250,26 +251,26 @@ class Captures:
         return found
 
     def _to_look_up(self, found: Reached, roots: Sequence[weakref.ref], before: Known) -> Known:
-        """What to look up: each step on the ways to the roots, and to the places where Modules may come."""
-        ways_to: dict[int, list[Way]] = {}
-        for way in found.ways:
-            ways_to.setdefault(id(way.value), []).append(way)
+        """What to look up: each step on the chains to the roots, and to the places where Modules may come."""
+        chains_to: dict[int, list[Chain]] = {}
+        for chain in found.chains:
+            chains_to.setdefault(id(chain.value), []).append(chain)
         ids = [id(reference()) for reference in roots]
-        to_roots = [ways_to.get(root, []) for root in ids]
-        others = [way for way in found.ways_to_objects() if id(way.value) not in ids]
+        to_roots = [chains_to.get(root, []) for root in ids]
+        others = [chain for chain in found.chains_to_objects() if id(chain.value) not in ids]
         conditions = Conditions(found, others, zip(roots, to_roots, strict=True))
         if not conditions:
             return EMPTY
         others += found.alternatives
-        token = self._token_of_ways(to_roots, others) if to_roots or others else None
+        token = self._token_of_chains(to_roots, others) if to_roots or others else None
         return before._replace(roots=roots, conditions=conditions, token=token)
 
-    def _token_of_ways(self, to_roots: list[list[Way]], others: list[Way]) -> object:
+    def _token_of_chains(self, to_roots: list[list[Chain]], others: list[Chain]) -> object:
         """The token of the addresses of each root, and of other objects."""
         shapes = dict[int, Hashable]()
         try:
-            addresses = tuple([frozenset([way.address(shapes) for way in ways]) for ways in to_roots])
-            of_others = frozenset([(way.address(shapes), type(way.value)) for way in others])
+            addresses = tuple([frozenset([chain.address(shapes) for chain in chains]) for chains in to_roots])
+            of_others = frozenset([(chain.address(shapes), type(chain.value)) for chain in others])
             return self._token_of((addresses, of_others) if all(addresses) else object())
         except Exception:  # a key has no hash, or an error of user code, such as a comparison of two keys
             return self._token_of(object())
@@ -291,7 +292,7 @@ def _leading_to(missing: set[int], holders: Sequence[Any], found: Reached) -> li
     """
     by_part = _by_part(found)
     named = {id(x) for part in missing for x in by_part.get(part, ())}
-    first = {id([*way.back()][-1][0].value) for way in found.ways if id(way.value) in named}
+    first = {id([*chain.back()][-1][0].value) for chain in found.chains if id(chain.value) in named}
     return [x for x in holders if id(x) in first]
 
 
@@ -350,23 +351,23 @@ def _others(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:
     return {id(root) for root in roots} - {id(root) for root in before}
 
 
-def _objects_on(ways: Iterable[Way]) -> list[Any]:
-    """The objects at the end of ways that can be captured, each once."""
-    objects = {id(way.value): way.value for way in ways if issubclass(type(way.value), Identified)}
+def _objects_on(chains: Iterable[Chain]) -> list[Any]:
+    """The objects at the end of chains that can be captured, each once."""
+    objects = {id(chain.value): chain.value for chain in chains if issubclass(type(chain.value), Identified)}
     return [x for x in objects.values() if x._nnx_is_captured]
 
 
 def _by_part(found: Reached) -> dict[int, list[Any]]:
-    """By id of an object, those at the end of ways that hold it; an object holds itself."""
+    """By id of an object, those at the end of chains that hold it; an object holds itself."""
     holders: dict[int, list[Any]] = {}
-    for x in _objects_on(found.ways):
+    for x in _objects_on(found.chains):
         for _, part in reachable(x, set()):
             holders.setdefault(id(part), []).append(x)
     return holders
 
 
 def _with_more(before: Sequence[weakref.ref], more: Sequence[Any], found: Reached) -> list[weakref.ref]:
-    """References to the roots before and to more; in place of a root that is held by objects on the ways, to these.
+    """References to the roots before and to more; in place of a root that is held by objects on the chains, to these.
 
     The root may be replaced in them.
     """

@@ -81,9 +81,9 @@ class Program:
         found = [search(f) for f in functions]
         self.captures |= any(each.used_unnoticed() for each in found)
         found = [] if self.captures else found
-        conditions = [Conditions(each, each.ways_to_objects(), functions=functions) for each in found]
+        conditions = [Conditions(each, each.chains_to_objects(), functions=functions) for each in found]
         self.conditions = [each for each in conditions if each]
-        self.kinds = [type(way.value) for each in found for way in each.ways_to_objects()]
+        self.kinds = [type(chain.value) for each in found for chain in each.chains_to_objects()]
 
     def _inlined(self, leaves: list[Any]) -> Any:
         """Inline the equations of the program into the running trace; it is traced once for leaves of the same types.

@@ -22,7 +22,7 @@ place = None
 def conditions_of(f, captured=(), functions=()):
     found = search(f)
     given = {id(x) for x in captured}
-    others = [way for way in found.ways_to_objects() if id(way.value) not in given]
+    others = [chain for chain in found.chains_to_objects() if id(chain.value) not in given]
     return Conditions(found, others, functions=functions)
 
 

@@ -1,4 +1,4 @@
-"""The ways from a function to what it refers to, and whether they still lead there."""
+"""The chains from a function to what it refers to, and whether they still lead there."""
 
 import collections
 import contextvars
@@ -96,8 +96,8 @@ def imports():
     return m
 
 
-def ways():
-    """For each kind of way: a function, and a change after which it leads to another object."""
+def chains():
+    """For each kind of chain: a function, and a change after which it leads to another object."""
     old, new = nnx.Dict(), nnx.Dict()
     listed, named, plain, tupled = [old], {"m": old}, types.SimpleNamespace(m=old), ({"m": [old]},)
     trainer = Trainer(old)
@@ -169,10 +169,10 @@ def ways():
     }
 
 
-@pytest.mark.parametrize("kind", ways())
+@pytest.mark.parametrize("kind", chains())
 def test_a_way_is_followed_again(kind):
-    old, function, change = ways()[kind]
-    to_old = [way for way in search(function, [old]).ways if way.value is old]
+    old, function, change = chains()[kind]
+    to_old = [chain for chain in search(function, [old]).chains if chain.value is old]
     assert to_old
     conditions = Conditions(Reached([], [], set()), roots=[(weakref.ref(old), to_old)])
     assert conditions.find() == (old,)
@@ -186,7 +186,9 @@ def test_each_step_is_taken_once_however_many_ways_it_is_on():
     state = nnx.State({"level": {str(i): nnx.Param(i) for i in range(10)}})
     variables = list(map(id, state["level"].values()))
     known = set()
-    steps = [step for way in search(lambda: state).ways if id(way.value) in variables for step in way.steps(known)]
+    steps = [
+        step for chain in search(lambda: state).chains if id(chain.value) in variables for step in chain.steps(known)
+    ]
     assert [step.look_up.found() for step in steps][:2] == [state["level"]["0"], True]
     assert len(steps) == 10 + 1 + 2 + 2  # and the closure, and the mapping of the State
 
@@ -194,37 +196,39 @@ def test_each_step_is_taken_once_however_many_ways_it_is_on():
 def test_what_is_sought_is_found_however_much_else_there_is():
     """Without an end that depends on what comes first."""
     held, models = [[object()] for _ in range(2000)], [nnx.Dict()]
-    assert not [way for way in search(lambda: (held, [models])).ways if way.value is models[0]]
-    assert [way for way in search(lambda: (held, [models]), models).ways if way.value is models[0]]
+    assert not [chain for chain in search(lambda: (held, [models])).chains if chain.value is models[0]]
+    assert [chain for chain in search(lambda: (held, [models]), models).chains if chain.value is models[0]]
 
 
 def test_a_search_ends_where_very_much_can_be_reached():
     """Of what is sought but nowhere to be found: it would be looked for in half of a program."""
     held = [[object()] for _ in range(40_000)]
-    assert 10_000 < len(search(lambda: held, [object()]).ways) < 40_000
+    assert 10_000 < len(search(lambda: held, [object()]).chains) < 40_000
 
     functions = [f"def f{i}(): return f{i + 1}" for i in range(1000)]
     namespace: dict = {"__name__": "another_file"}
     exec("\n".join([*functions, "f1000 = None"]), namespace)
-    of_others = [way for way in search(namespace["f0"].__call__, [object()]).ways if callable(way.value)]
+    of_others = [chain for chain in search(namespace["f0"].__call__, [object()]).chains if callable(chain.value)]
     assert len(of_others) < 200
 
 
 def test_methods_of_what_python_has_itself_lead_nowhere():
     words = ["a", b"b"]
-    assert not [way for way in search(lambda: [word.join([]) for word in words]).ways if way.value is vars(str)["join"]]
+    assert not [
+        chain for chain in search(lambda: [word.join([]) for word in words]).chains if chain.value is vars(str)["join"]
+    ]
 
 
 def test_a_function_that_jax_has_jitted_leads_to_what_it_wraps_alone():
     model = nnx.Dict()
     jitted = jax.jit(lambda x: (model, x))
-    found = [way.value for way in search(lambda: jitted).ways]
+    found = [chain.value for chain in search(lambda: jitted).chains]
     assert any(x is model for x in found)
     assert len(found) <= 10
 
 
 def test_globals_of_libraries_are_not_looked_into():
-    assert len(search(lambda: (jax.jit, jnp.sum, nnx.grad), [object()]).ways) < 100
+    assert len(search(lambda: (jax.jit, jnp.sum, nnx.grad), [object()]).chains) < 100
 
 
 class Failing:
@@ -273,7 +277,7 @@ def test_what_cannot_be_looked_into_is_passed_over(kind):
     def f(x):
         return model(x) if other is not None else None
 
-    assert [way for way in search(f).ways if way.value is model]
+    assert [chain for chain in search(f).chains if chain.value is model]
     for jitted in nnx.jit(f), functools.partial(nnx.eval_shape, f), nnx.capture(f, nnx.Intermediate):
         assert jax.tree.leaves(jitted(jnp.ones(2)))[0].shape == (2,)
 
@@ -294,13 +298,13 @@ def test_a_name_without_a_value():
 def test_nodes_are_not_looked_into():
     inner = nnx.Dict()
     outer = nnx.Dict(inner=inner)
-    assert not [way for way in search(lambda: outer).ways if way.value is inner]
+    assert not [chain for chain in search(lambda: outer).chains if chain.value is inner]
 
 
 def test_cycles_end():
     held = []
     held.append(held)
-    assert len(search(lambda: held).ways) < 20
+    assert len(search(lambda: held).chains) < 20
 
 
 def test_a_cache_may_shrink_while_it_is_looked_into():
@@ -314,4 +318,4 @@ def test_a_cache_may_shrink_while_it_is_looked_into():
 
     held = [1]
     cache = Shrinking(a=held, b=2, c=3)
-    assert any(way.value is cache for way in search(lambda: cache).ways)
+    assert any(chain.value is cache for chain in search(lambda: cache).chains)

@@ -18,9 +18,9 @@ from .test_conditions import PLACES, Settings, conditions_of
 
 
 def conditions_for(f, *roots):
-    """The conditions that each of these objects is found on the first way to it, as a jitted function has them."""
-    ways = {id(way.value): way for way in reversed(search(f).ways)}
-    return Conditions(Reached([], [], set()), roots=[(weakref.ref(root), [ways[id(root)]]) for root in roots])
+    """The conditions that each of these objects is found on the first chain to it, as a jitted function has them."""
+    chains = {id(chain.value): chain for chain in reversed(search(f).chains)}
+    return Conditions(Reached([], [], set()), roots=[(weakref.ref(root), [chains[id(root)]]) for root in roots])
 
 
 DATA = 3, 2.5, "other", None, np.ones(2), jnp.ones(3)
