@@ -13,21 +13,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Self, SupportsIndex, overload
 
+from .adopting import CONTAINERS, adopt, fill_adopted
 from .data import data, declares, explicit_mark, is_data, mark_of, static, undeclared
 from .finding import reachable
 from .generics import A
 from .identity import change
 from .objects import (
-    CONTAINERS,
     SLOTS,
     AttributeView,
     HasAttributes,
     HasDict,
     Node,
-    adopt,
     attributes_of,
     check_writable,
-    fill_adopted,
     in_one_step,
     new_node,
     refill,

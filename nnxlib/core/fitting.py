@@ -1,19 +1,16 @@
-"""Fitting: the leaves of given States, matched to the leaves of a layout.
+"""Fitting: whether the leaves of given States fit a layout, for ``merge`` and ``update``.
 
-``merge`` and ``update`` take States in many forms: as ``split`` returned them, changed by a transformation, restored
-from a checkpoint as nested dicts, or several of them, each with a part of the leaves. This file finds out which leaf
-belongs to which position of the layout, and whether it fits there: it needs the same shape, the same kind of dtype, and
-for ``update`` the same type of Variable. The *aval* of a leaf is its shape and dtype.
+matching.py says which leaf belongs to which position of the layout. It fits there if it has the same shape, the same
+kind of dtype, and for ``update`` the same type of Variable. The *aval* of a leaf is its shape and dtype.
 
-A State that is nested like the layout, whose leaves have the same types and avals as those at the split, is recognised
-in a few C calls (:func:`_values_that_fit`). Anything else is matched path by path (:func:`_matched`) and compared leaf
-by leaf (:func:`_misfitting`), which yields a message for each leaf that does not fit.
+Leaves of the same types and avals as those at the split are recognised in a few C calls (:func:`_values_that_fit`).
+Others are compared one by one (:func:`_misfitting`), which yields a message for each leaf that does not fit.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -22,16 +19,16 @@ import numpy as np
 
 from .closures import notice_all
 from .differences import ANY_VALUE, Aval, Difference, aval_of, leaf_differences, misfits, path_hint, refuse
-from .errors import Path, StateMismatchError, describe
+from .errors import Path
 from .graphdef import Avals, GraphDef, avals_of, graphdef_of
 from .layout import Layout
 from .making import make_variable
+from .matching import leaves_by_position, listed_by_path, matched, overlaid
 from .rngs import implementation_of
 from .rows import NodeRow, count_leaves
-from .state import FlatState, State, is_boxed, is_without_leaves
+from .state import State, is_boxed, is_without_leaves
 from .static import Const, same_items
 from .tracing import Tracer, at_top_level
-from .traversals import sorted_by_path
 from .values import all_unshared, unshared
 from .variables import Variable, stored_value
 
@@ -48,14 +45,14 @@ def values_to_merge(graphdef: GraphDef, states: tuple[Any, ...], strict: bool) -
     Raises:
       StateMismatchError: if they do not fit.
     """
-    layout, states = graphdef.layout, _listed_by_path(graphdef.layout, states)
+    layout, states = graphdef.layout, listed_by_path(graphdef.layout, states)
     if layout.nesting is not None and all(isinstance(state, State) for state in states):
-        levels = states[0].raw_mapping if len(states) == 1 else _overlaid([state.raw_mapping for state in states])
+        levels = states[0].raw_mapping if len(states) == 1 else overlaid([state.raw_mapping for state in states])
         given = layout.nesting.flatten(levels)
         fitting = None if given is None else _values_that_fit(graphdef, given)
         if fitting is not None:
             return fitting
-    return _values_compared(graphdef, *_matched(layout, states, graphdef.avals), strict)
+    return _values_compared(graphdef, *matched(layout, states, graphdef.avals), strict)
 
 
 class ToWrite(NamedTuple):
@@ -79,7 +76,7 @@ def values_to_write(
     Raises:
       StateMismatchError: if ``strict`` and there are leaves that do not fit; if not, these are skipped.
     """
-    given = _leaves_by_position(layout, states)
+    given = leaves_by_position(layout, states)
     if given is not None and at_top_level():
         live = enumerate([*[objects[i] for i in layout.variables], *leaves[len(layout.variables) :]])
         fitting = _values_that_fit(graphdef_of(layout, leaves), [given.get(k, x) for k, x in live])
@@ -88,8 +85,8 @@ def values_to_write(
             return ToWrite({k: fitting[0][k] for k in given}, metadata, [])
     unexpected: dict[Path, Any] = {}
     if not given:
-        matched, unexpected = _matched(layout, states, avals_of(leaves))
-        given = {k: x["value"] if is_boxed(x, leaves[k]) else x for k, x in matched.items()}
+        by_position, unexpected = matched(layout, states, avals_of(leaves))
+        given = {k: x["value"] if is_boxed(x, leaves[k]) else x for k, x in by_position.items()}
     made = _new_variables(layout, unexpected, attached)
     new: dict[Any, Any] = {k: x for k, x in given.items() if x is not None or not is_without_leaves(leaves[k])}
     avals = dict(zip(new, avals_of([leaves[k] for k in new]), strict=True))
@@ -122,126 +119,6 @@ def _new_variables(
             (value,) = raw_values([x])
             found.append((i, name, make_variable(type(x), unshared(value), x._metadata)))
     return found
-
-
-def flat_state_of(layout: Layout, leaves: list[Any]) -> FlatState[Any]:
-    """All leaves of a layout, in the order of their paths, as a FlatState.
-
-    Raises:
-      StateMismatchError: if the number of leaves is another.
-    """
-    expected = tuple(sorted_by_path(layout.leaf_paths))
-    if len(leaves) != len(expected):
-        raise StateMismatchError(
-            f"Expected {len(expected)} leaves, those of all States in their order, got {len(leaves)}; nothing was made."
-            " Pass jax.tree.leaves(state) of the whole state, or the State itself."
-        )
-    return FlatState.from_sorted_keys_values(expected, leaves)
-
-
-# --- which leaf belongs where -----------------------------------------------------------------------------------------
-
-
-def _listed_by_path(layout: Layout, states: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The States; in place of a list of leaves, a FlatState with their paths.
-
-    Raises:
-      StateMismatchError: if the number of leaves is another.
-    """
-    leaves = states[0] if len(states) == 1 else None
-    if type(leaves) is not list or any(isinstance(x, Mapping | FlatState | list | tuple) for x in leaves):
-        return states
-    return (flat_state_of(layout, leaves),)
-
-
-def _overlaid(states: list[dict]) -> dict:
-    """Nested dicts with the leaves of all; where several have a leaf at the same path, that of the last."""
-    root: dict = {}
-    stack = [(root, state) for state in reversed(states)]
-    while stack:
-        level, given = stack.pop()
-        for key, value in given.items():
-            if type(value) is dict:
-                below = level.get(key)
-                if type(below) is not dict:
-                    below = level[key] = {}
-                stack.append((below, value))
-            else:
-                level[key] = value
-    return root
-
-
-def _leaves_by_position(layout: Layout, states: tuple[Any, ...]) -> dict[int, Any] | None:
-    """The leaves of States by position; None unless each State is nested like the layout or a known group of it."""
-    new: dict[int, Any] = {}
-    for state in states:
-        found = layout.leaves_in(state.raw_mapping) if isinstance(state, State) else None
-        if found is None or dict in [type(x) for x in found.values()]:  # a level where there is a leaf
-            return None
-        new |= found
-    return new
-
-
-def _matched(layout: Layout, states: tuple[Any, ...], avals: Sequence[Aval]) -> tuple[dict[int, Any], dict[Path, Any]]:
-    """The leaves of States by position; and the unexpected ones by path."""
-    flat, position = _flat_leaves(states, dict(zip(layout.leaf_paths, avals, strict=True))), layout.positions
-    unexpected = {path: leaf for path, leaf in flat.items() if path not in position}
-    return {position[path]: leaf for path, leaf in flat.items() if path in position}, unexpected
-
-
-def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Path, Any]:
-    """Path -> leaf of several States, for an object whose leaves have the paths and avals ``known``.
-
-    Two variants of known paths, as in checkpoints, are understood: ``'0'`` for ``0``, and a final key ``'value'``,
-    which is what JAX calls the value of a Variable. (Not below a value that is a mapping itself. But one without
-    leaves, such as what optax has in place of a masked moment, is stored as None.) If one array has the final key, all
-    values have it, even those that are no arrays.
-    """
-    by_string: dict[Path, Path] | None = None
-    flat: dict[Path, Any] = {}
-    are_boxed = False
-    plain = {tuple([str(k) for k in path]) for path, aval in known.items() if aval is None}
-    for number, state in enumerate(states):
-        for path, leaf in _items(state, number, known, plain):
-            if path not in known:
-                if by_string is None:
-                    by_string = {tuple([str(k) for k in p]): p for p in known}
-                written = tuple([str(k) for k in path])
-                held = by_string.get(written[:-1]) if written[-1:] == ("value",) else None
-                if written in by_string:
-                    path = by_string[written]
-                elif held is not None and (known[held] or leaf is None):
-                    path, are_boxed = held, True
-            flat[path] = leaf
-    if are_boxed:
-        flat = {path: x["value"] if is_boxed(x) and known.get(path, ()) is None else x for path, x in flat.items()}
-    return flat
-
-
-def _items(state: Any, number: int, known: Collection[Path], plain: set[tuple[str, ...]]) -> Iterator[tuple[Path, Any]]:
-    """(path, leaf) of each leaf of a State; at a ``plain`` path, where there was no array, a mapping is a leaf."""
-    if isinstance(state, State) and not state:
-        return
-    if isinstance(state, FlatState):
-        yield from state
-    elif isinstance(state, Variable) or () in known:
-        yield (), state
-    elif isinstance(state, Mapping):
-        stack: list[tuple[Path, Any]] = [((), state.raw_mapping if isinstance(state, State) else state)]
-        while stack:
-            path, value = stack.pop()
-            if isinstance(value, Mapping) and not (plain and tuple([str(k) for k in path]) in plain):
-                stack.extend(((*path, key), child) for key, child in reversed(list(value.items())))
-            else:
-                yield path, value
-    elif isinstance(state, list | tuple):
-        for item in state:
-            yield from _items(item, number, known, plain)
-    else:
-        raise StateMismatchError(
-            f"Expected a State, a FlatState or a nested dict as state number {number}, got {describe(state)}; nothing "
-            "was changed. Pass what nnx.split or nnx.state returned."
-        )
 
 
 # --- the values of leaves ---------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ containers :class:`~nnxlib.core.containers.List` and :class:`~nnxlib.core.contai
   ``perturb`` made it. The dict is replaced and never edited, since layouts refer to it.
 
 An attribute is data or static by its value, or because it was declared so (data.py). A plain list or dict becomes a
-List or Dict on assignment, so that a later ``append`` is noticed.
+List or Dict on assignment (adopting.py).
 """
 
 from __future__ import annotations
@@ -29,17 +29,13 @@ from typing import Any, Self, TypeVar, dataclass_transform, overload
 import jax
 
 from . import errors
+from .adopting import adopt, holds_only_arrays
 from .closures import Watch, contents_and_marks, is_captured, is_lent_elsewhere, notice, wait_for_loans
 from .data import (
     DECLARED,
     HIDING,
     data,
-    declares,
     explicit_mark,
-    is_array,
-    is_data,
-    is_node,
-    mark_of,
     static,
     undeclared,
     warn_of_hidden,
@@ -236,63 +232,6 @@ was not passed to would let a traced value outlive its trace.
 
 Or make the object inside the function."""
 
-# --- lists and dicts ------------------------------------------------------------------------------------------------
-
-CONTAINERS: dict[type, Callable[[], Any]] = {}  # list -> List, dict -> Dict; filled by containers.py
-
-
-def adopt(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """Turn plain lists and dicts, also inside tuples, into List and Dict, whose changes are noticed."""
-    kind = type(value)
-    if kind is tuple:
-        items = tuple([adopt(x, memo) for x in value])
-        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
-    if kind in CONTAINERS:
-        memo = {} if memo is None else memo
-        if id(value) not in memo:
-            memo[id(value)] = made = CONTAINERS[kind]()
-            fill_adopted(made, dict(enumerate(value)) if kind is list else value, memo)
-        return memo[id(value)]
-    if declares(value):
-        mark, declared = mark_of(value), undeclared(value)
-        if mark is not is_data(declared):
-            raise errors.ArgumentError(
-                f"nnx.{'data' if mark else 'static'}({declared!r}) is put into a tuple, whose items are data or static "
-                "by their values. Make it a Variable (nnx.Variable(...)) or an array to have it traced, or an "
-                "attribute of a Module or an item of a list to declare it."
-            )
-        return adopt(declared, memo)
-    return value
-
-
-def holds_only_arrays(value: Any) -> bool:
-    """Whether ``value`` is made of built-in containers, arrays and other pytrees of arrays, with at least one array.
-
-    Such a list or dict stays plain if it is declared data: it is meant for ``jax.tree.map`` together with a batch or a
-    State, and JAX compares types.
-    """
-    stack, seen, arrays = [value], set(), 0
-    while stack:
-        x = stack.pop()
-        if type(x) is dict:
-            if len(set(map(type, x))) > 1:
-                return False  # JAX cannot sort keys of several types
-            stack += x.values()
-        elif type(x) is list or isinstance(x, tuple):
-            stack += x
-        elif is_array(x):
-            arrays += 1
-        elif x is not None:
-            leaves = jax.tree.leaves(x, is_leaf=is_node)
-            if not all(map(is_array, leaves)):
-                return False
-            arrays += len(leaves)
-        if type(x) in CONTAINERS:
-            if id(x) in seen:
-                return False  # it may contain itself
-            seen.add(id(x))
-    return arrays > 0
-
 
 def refill(node: Any, items: dict[Any, Any], marks: dict[Any, Any] | None) -> None:
     """Replace the whole contents and the marks of a node, without checks."""
@@ -302,13 +241,6 @@ def refill(node: Any, items: dict[Any, Any], marks: dict[Any, Any] | None) -> No
         _set(node, "_nnx_marks", marks or None)
 
     change(node, write)
-
-
-def fill_adopted(node: Any, items: Mapping[Any, Any], memo: dict[int, Any] | None = None) -> None:
-    """Fill a List or Dict with adopted items, and note which of them were declared data or static."""
-    marks = {k: mark_of(x) for k, x in items.items() if declares(x)}
-    node._nnx_fill({k: adopt(undeclared(x), memo) for k, x in items.items()})
-    _set(node, "_nnx_marks", marks or None)
 
 
 # --- Pytree ---------------------------------------------------------------------------------------------------------

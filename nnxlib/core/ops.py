@@ -31,6 +31,7 @@ from .iteration import holder_of
 from .layout import Layout
 from .lost import watch_draws
 from .making import make_variable, make_variables
+from .matching import flat_state_of
 from .nesting import Nesting
 from .objects import Node, check_writable, set_child
 from .packing import pack_live
@@ -521,7 +522,7 @@ def unflatten(graphdef: GraphDef[A], state: Any, /) -> A:
     >>> nnx.unflatten(graphdef, leaves).kernel.shape
     (2, 3)
     """
-    return merge(graphdef, fitting.flat_state_of(graphdef.layout, state) if isinstance(state, list) else state)
+    return merge(graphdef, flat_state_of(graphdef.layout, state) if isinstance(state, list) else state)
 
 
 @boundary

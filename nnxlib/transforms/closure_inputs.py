@@ -8,19 +8,12 @@ If something differs, and the objects are searched again, there may be as many a
 which other chains lead. A compiled function takes them in a certain order: first the Module under one name, then the
 one under another. So the *addresses* of the objects are part of its key: what is looked up on the chains to each.
 
-All of this is kept in one record, :class:`Known`, which :class:`Captures` replaces when something has changed.
-
-A captured Variable that holds a bool, or something that JAX cannot trace, is no input. Such a value says what to do
-(``if first.value:``, the labels of a mask, the shardings of a State). It is a *literal*: part of the key, and seen by
-the trace as it is. If another Variable takes the place of one that holds a literal, no structure changes. So a
-:class:`LiteralToken` also says which Variables hold the literals, and the dispatch compares these when it has no
-shortcut (replacing a Variable ends all shortcuts). Integers are inputs, since they may be counters, until a trace fails
-because it needs the value of one.
+All of this is kept in one record, :class:`Known`, which :class:`Captures` replaces when something has changed. Some
+values of captured Variables are part of the key, too (literals.py).
 """
 
 from __future__ import annotations
 
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -39,44 +32,14 @@ from ..core.layout import KEPT, Layout
 from ..core.references import Reached, search
 from ..core.rows import Ref, children, parts
 from ..core.tracing import current_trace
-from .leaf_checks import is_integer, is_literal
+from .leaf_checks import is_integer
+from .literals import Literals, LiteralToken, literals_in
 
 # The objects that a function captures at a call, and a *token*, which is part of the key of its compiled functions: two
 # are equal if each object was found at the same addresses, and the literals are equal.
 Captured = tuple[tuple[Any, ...], Hashable]
 
 NOTHING: Captured = (), None
-
-
-class Literals(NamedTuple):
-    """The Variables that hold literals, and their positions among the leaves."""
-
-    positions: tuple[int, ...]
-    variables: Sequence[weakref.ref]
-
-    def are(self, others: Literals) -> bool:
-        """Whether both are the same; ``==`` would compare Variables by value. (Each has only one weak reference.)"""
-        return self.positions == others.positions and all(map(operator.is_, self.variables, others.variables))
-
-
-class LiteralToken(tuple):
-    """A token of addresses alone, and the positions, values and types of the literals; None for one that is none now.
-
-    Which Variables hold the ``literals`` is not compared.
-    """
-
-    literals: Literals
-
-    @classmethod
-    def of(cls, token: object, literals: Literals, values: Iterable[Any]) -> LiteralToken:
-        values = tuple(values)
-        self = cls((token, literals.positions, values, tuple(map(type, values))))
-        self.literals = literals
-        return self
-
-    @property
-    def of_addresses(self) -> object:
-        return self[0]
 
 
 class Known(NamedTuple):
@@ -91,11 +54,8 @@ class Known(NamedTuple):
 
     def token_now(self) -> Hashable:
         """The token of the addresses and the present literals."""
-        if not self.literals.positions:
-            return self.token
-        values = [getattr(getattr(reference(), "_cell", None), "value", None) for reference in self.literals.variables]
-        literals = [value if is_literal(value) or is_integer(value) else None for value in values]
-        return LiteralToken.of(self.token, self.literals, literals)
+        found = self.literals
+        return LiteralToken.of(self.token, found, found.now()) if found.positions else self.token
 
 
 EMPTY = Known()  # no objects, and nothing to look up
@@ -138,10 +98,10 @@ class Captures:
         before. So each trace is given more than the last, and tracing ends.
         """
         roots = outside.roots
-        if not _others(roots, before):
+        if not _new_ids(roots, before):
             raise TraceContextError(_CAPTURED.format(names=", ".join(type(root).__name__ for root in roots)))
         with self._adding:
-            if _others(roots, self.now()[0]):  # if not, another thread has added them
+            if _new_ids(roots, self.now()[0]):  # if not, another thread has added them
                 known = self.known or self._start_anew()
                 known = known._replace(running={**known.running, **outside.running})
                 sought = [*roots, *[reference() for reference in known.roots]]
@@ -152,7 +112,7 @@ class Captures:
                     more = _leading_to(missing, others.holders, self._search(others, sought))
                     known = known._replace(holders=(*known.holders, *more))
                     found = self._search(known, sought)
-                self.known = self._to_look_up(found, _with_more(known.roots, roots, found), known)
+                self.known = self._known_from(found, _with_more(known.roots, roots, found), known)
         now = self.now()
         return now if _hold_all(map(weakref.ref, now[0]), roots) else ((*before, *roots), self._token_of(object()))
 
@@ -215,7 +175,7 @@ class Captures:
         found = self._search(before)
         used = _used(found)
         for roots, token in self._met_before(found):
-            known = self._to_look_up(found, roots, before)
+            known = self._known_from(found, roots, before)
             if known.token is token and _hold_all(roots, used):
                 self.known = known
                 return known
@@ -238,7 +198,7 @@ class Captures:
         found = self._search(EMPTY)
         used = _used(found)
         here = [*filter(_is_of_this_trace, used)]
-        known = self._to_look_up(found, _with_more((), here, found), EMPTY)
+        known = self._known_from(found, _with_more((), here, found), EMPTY)
         if len(here) < len(used):  # another trace may take those that this one cannot: no program fits both
             self.known = None
             return Known(known.roots, token=self._token_of(object()))
@@ -250,8 +210,8 @@ class Captures:
         self._names = found.names
         return found
 
-    def _to_look_up(self, found: Reached, roots: Sequence[weakref.ref], before: Known) -> Known:
-        """What to look up: each step on the chains to the roots, and to the places where Modules may come."""
+    def _known_from(self, found: Reached, roots: Sequence[weakref.ref], before: Known) -> Known:
+        """What is known from a search: what to look up on the chains to the roots, and to where Modules may come."""
         chains_to: dict[int, list[Chain]] = {}
         for chain in found.chains:
             chains_to.setdefault(id(chain.value), []).append(chain)
@@ -336,18 +296,8 @@ def capture_held(function: Callable, packed: Packed) -> None:
         raise CapturedObjects(found, running_in(methods))
 
 
-def literals_in(layout: Layout, leaves: Sequence[Any], integers: bool = False) -> dict[int, Any]:
-    """The literals among the leaves of packed :class:`Arguments`, by position; with or without integers."""
-    captured = [k for k in range(len(layout.variables)) if layout.leaf_paths[k][0] == "captured"]
-    return {k: leaves[k] for k in captured if is_literal(leaves[k]) or (integers and is_integer(leaves[k]))}
-
-
-def literals_of(token: Any) -> dict[int, Any]:
-    """The literals in a token, by position."""
-    return dict(zip(*token[1:3], strict=True)) if isinstance(token, LiteralToken) else {}
-
-
-def _others(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:
+def _new_ids(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:
+    """The ids of the roots that were not there before."""
     return {id(root) for root in roots} - {id(root) for root in before}
 
 

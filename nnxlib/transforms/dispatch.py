@@ -37,10 +37,10 @@ from ..core.rows import LEAF, Ref, Spec, Tree, parts, value_of
 from ..core.stamps import stamping
 from ..core.static import StaticArgument
 from .call_keys import LEAF_TYPES, KnownCall, describe, flatten_containers, flatten_pytrees, objects_in, unfolded
-from .closure_inputs import Literals, LiteralToken, literals_in, literals_of
 from .labels import join_lanes
 from .leaf_checks import check_traceable
 from .lift import Arguments, Outcome, Returned
+from .literals import Literals, LiteralToken, literals_in, literals_of
 from .plan import Compiled, Plan, Stopped, WithOutcome
 
 

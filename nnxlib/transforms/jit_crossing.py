@@ -21,7 +21,7 @@ from .retraces import Traces
 class JitCrossing(Crossing):
     """A :class:`Crossing` whose traces are watched, and noted in ``traces``; it takes ``lanes`` as any other does.
 
-    The ``literals`` (closure_inputs.py), given by position, stand for leaves that are not passed to :meth:`run`.
+    The ``literals`` (literals.py), given by position, stand for leaves that are not passed to :meth:`run`.
     """
 
     def __init__(self, layout: Layout, traces: Traces, literals: Mapping[int, Any], *lanes: Any):

@@ -55,7 +55,7 @@ def is_traceable(leaf: Any) -> bool:
 def is_literal(leaf: Any) -> bool:
     """Whether a value says what to do: a bool, integers in a tuple, or what cannot be traced (text, a sharding).
 
-    In a captured Variable it is a literal, see closure_inputs.py.
+    In a captured Variable it is a literal, see literals.py.
     """
     kind = type(leaf)
     return kind is bool or (issubclass(kind, tuple) and is_integer(leaf)) or (not is_traceable(leaf) and has_hash(leaf))
@@ -69,7 +69,7 @@ def is_integer(leaf: Any) -> bool:
 
 
 def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
-    """Check that JAX can trace each leaf of the arguments, except literals in what is captured (closure_inputs.py).
+    """Check that JAX can trace each leaf of the arguments, except literals in what is captured (literals.py).
 
     Raises:
       ArgumentError: naming the argument, and what to do.
