@@ -1,7 +1,7 @@
-"""Conditions: what a function refers to, as it must be found at each call for what was traced to be right.
+"""Conditions: what must hold at a call of a function for an earlier trace of it to be right.
 
-The objects that the function captures, the *roots*, must be where they were. So each look-up on the chains to
-them (chains.py) is made again.
+The objects that the function captures, the *roots*, must be where they were. So each look-up on the chains to them
+(chains.py) is made again, as a :class:`~nnxlib.core.chains.Step`.
 
 The numbers, texts and arrays that a function refers to are constants of the compiled function, as in JAX: it is not
 traced again when one of them changes. But where there was a number, or None, there may be a Module later, and then the
@@ -69,14 +69,15 @@ class Conditions:
             last, *further = [step for chain in chains for step in chain.steps(known)] or [directly]
             steps += [last._replace(is_root=True), *further]
         steps += [step for chain in found.alternatives for step in chain.steps(known)]
-        # What is compared: members of containers and objects, and what stands alone; and the chains to their holders.
-        looked_at = found.followable([chain for chain in found.chains if _held_by(chain.value)])
-        containers = [(chain, members) for chain in looked_at for members in _held_by(chain.value)]
+        # What is compared: the members of containers and objects, the holders; and what stands alone.
+        holders = found.followable([chain for chain in found.chains if _compared_in(chain.value)])
+        containers = [(chain.value, container) for chain in holders for container in _compared_in(chain.value)]
         alone = found.followable([chain for chain in [*found.ends, *others] if _is_alone(chain)])
-        known |= {id(chain.value) for chain, _ in containers}  # their lengths need not be compared
-        chains = [chain for chain, _ in containers] + [chain.before for chain in alone if chain.before is not None]
+        # How these are reached.
+        known |= {id(chain.value) for chain in holders}  # their lengths need not be compared
+        chains = [*holders, *[chain.before for chain in alone if chain.before is not None]]
         steps += [step for chain in chains for step in chain.steps(known)]
-        objects = [chain.value for chain, held in containers if held is not _FIXED and held is not chain.value]
+        objects = [x for x, container in containers if container is not _FIXED and container is not x]
         steps += [step for x in objects for step in same_attributes(x, known)]
         ends = [chain for chain in alone if not chain.look_up.refers_to(functions)]
         self.steps = [step for step in steps if not step.look_up.refers_to(functions)]
@@ -170,8 +171,8 @@ def _is_other(x: Any) -> bool:
     return not (is_constant_type(type(x)) or is_left_over(x))
 
 
-def _held_by(x: Any) -> list[Any]:
-    """The containers of the members of a container and of the attributes of an object; none for other values.
+def _compared_in(x: Any) -> list[Any]:
+    """Whose members are compared: a container itself, and the attributes of an object; none for other values.
 
     ``_FIXED`` for an object whose attributes cannot change.
     """
@@ -200,7 +201,7 @@ def _is_alone(chain: Chain) -> bool:
         return True
     if kind is attribute:
         return not isinstance(holder, types.FunctionType)  # its defaults
-    return not _held_by(holder)
+    return not _compared_in(holder)
 
 
 def _finds(look_up: LookUp, kind: type) -> bool:

@@ -266,21 +266,12 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
     """
     check_commit(layout, delta, live)
     n, remaining = len(layout.rows), iter(leaves)
-    variables = [(i, row) for i, row in delta.rows if type(row) is VariableRow]
-    restructured = [(i, row) for i, row in variables if i < n]
+    restructured = [(i, row) for i, row in delta.rows if i < n and type(row) is VariableRow]
     cells = [live[i]._cell for i in (*delta.values, *[i for i, _ in restructured])]
     # The leaves are taken in their order: those of old Variables, of new ones, of nodes, of the output.
     values = list(itertools.islice(remaining, len(delta.values)))
     values += [_stored(row, next(remaining)) for _, row in restructured]
-    added = [row for i, row in variables if i >= n]
-    held = list(map(_stored, added, remaining))
-    made = iter(make_variables([row.type for row in added], held, [row.metadata.fresh() for row in added]))
-    new = [
-        next(made) if type(row) is VariableRow else new_node(row.type, row.marks.value)
-        for i, row in delta.rows
-        if i >= n
-    ]
-    objects = [*live, *new]
+    objects = [*live, *_new_objects([row for i, row in delta.rows if i >= n], remaining)]
     nodes = [(i, row, _contents(objects[i], row, objects, remaining)) for i, row in delta.rows if type(row) is NodeRow]
     metadata = [row.metadata.fresh() for _, row in restructured]
     out = value_of(delta.root, objects, remaining)
@@ -304,6 +295,14 @@ def even_if_interrupted(write: Callable[[], None]) -> None:
         with contextlib.suppress(Exception):  # if it has failed, it fails again
             write()
         raise
+
+
+def _new_objects(rows: Sequence[Row], leaves: Iterator[Any]) -> list[Any]:
+    """The objects of new rows: Variables, with the next of the leaves as their values, and nodes, still empty."""
+    added = [row for row in rows if type(row) is VariableRow]
+    values = list(map(_stored, added, leaves))
+    made = iter(make_variables([row.type for row in added], values, [row.metadata.fresh() for row in added]))
+    return [next(made) if type(row) is VariableRow else new_node(row.type, row.marks.value) for row in rows]
 
 
 def _stored(row: VariableRow, value: Any) -> Any:

@@ -130,51 +130,6 @@ class StaticArgument:
         return Const.of(self.value, self.path)
 
 
-# The mutable Consts, by the hash of their key. The key itself may refer to a model that refers to the Const.
-_MUTABLE: weakref.WeakValueDictionary[int, Const] = weakref.WeakValueDictionary()
-
-
-def _copy(value: Any, parts: Sequence[Any], by_items: Sequence[Mapping]) -> tuple[Any, list[Mapping]]:
-    """A copy with the same ``parts``; and the copies in it of what deepcopy would fail to copy, ``by_items``.
-
-    These are views of dicts (``MappingProxyType``), and dicts whose attributes are their items.
-    """
-    made = list(map(_emptied, by_items))
-    copies = [new for new, _ in made]
-    memo = {id(part): part for part in parts} | dict(zip(map(id, by_items), copies, strict=True))
-    for old, (new, items) in zip(by_items, made, strict=True):
-        if isinstance(old, dict) and _is_its_own_dict(old):
-            object.__setattr__(new, "__dict__", new)
-        elif isinstance(old, dict):
-            for name, x in state_of(old).items():
-                object.__setattr__(new, name, copy.deepcopy(x, memo))
-        items |= {copy.deepcopy(key, memo): copy.deepcopy(item, memo) for key, item in dict(old).items()}
-    return copy.deepcopy(value, memo), copies
-
-
-def _emptied(x: Any) -> tuple[Any, dict]:
-    """An empty view or dict of the same type, and the dict that its items are in."""
-    if type(x) is types.MappingProxyType:
-        return types.MappingProxyType(items := {}), items
-    new = cast(Any, type(x)).__new__(type(x))
-    return new, new
-
-
-def _is_record(value: dict) -> bool:
-    """Whether the attributes of a dict are its items, by ``self.__dict__ = self`` or ``__getattr__ = __getitem__``."""
-    if _is_its_own_dict(value):
-        return True
-    try:
-        getattr(value, "__deepcopy__", None)
-    except Exception:  # of the search among its items, such as a KeyError
-        return True
-    return False
-
-
-def _is_its_own_dict(value: dict) -> bool:
-    return type(value).__dictoffset__ != 0 and vars(value) is value
-
-
 def holds_same(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
     """Whether two mappings have the same keys in the same order, and the very same values."""
     return a is b or (tuple(a) == tuple(b) and all(map(operator.is_, a.values(), b.values())))
@@ -193,13 +148,20 @@ def have_changed(mutable: Iterable[tuple[Any, Const]]) -> bool:
         return True
 
 
+# --- freezing -------------------------------------------------------------------------------------------------------
+
+
+# The mutable Consts, by the hash of their key. The key itself may refer to a model that refers to the Const.
+_MUTABLE: weakref.WeakValueDictionary[int, Const] = weakref.WeakValueDictionary()
+
+
 class _Freezer:
     """One walk over a static value, which also notes whether anything in it is mutable, and what its copies need."""
 
     def __init__(self, path: tuple):
         self.path, self.mutable = path, False
-        self.parts: list[Any] = []
-        self.by_items: list[Mapping] = []
+        self.parts: list[Any] = []  # hashable, and so the very same in all copies
+        self.by_items: list[Mapping] = []  # what deepcopy would fail to copy, see `_copy`
         self.within: type | None = None  # the innermost object around what is frozen that JAX does not look into
 
     def const(self, value: Any, freeze: Callable[[Any], Hashable], remake: Callable) -> Const:
@@ -372,39 +334,6 @@ class _Freezer:
         return tuple(found)
 
 
-def has_hash(value: Any) -> bool:
-    try:
-        hash(value)
-    except (TypeError, ValueError):  # the latter of a memoryview that can be written
-        return False
-    return True
-
-
-def dict_of(x: Any) -> Any:
-    """The ``__dict__`` of an object, whatever its class makes of that, or None."""
-    try:
-        return x.__dict__
-    except Exception:  # of a weak proxy, or a class's own __getattr__, such as the KeyError of a look-up in a dict
-        return None
-
-
-def state_of(x: Any) -> dict[str, Any]:
-    """The attributes of an object, those in slots too."""
-    state: Any = object.__getstate__(x)  # what is in its __dict__; if it has slots, both in a tuple
-    attributes, slots = state if type(state) is tuple else (state, None)
-    return {**(attributes or {}), **(slots or {})}
-
-
-def _keeps_more_than_attributes(kind: type) -> bool:
-    """Whether the objects of a class hold anything that :func:`state_of` does not find, as an int or an exception does.
-
-    By their size, as Python decides whether it can pickle an object by its attributes.
-    """
-    slots = copyreg._slotnames(kind)  # type: ignore[attr-defined]  # as object.__getstate__ finds them
-    known = len(slots) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
-    return kind.__basicsize__ > object.__basicsize__ + known * tuple.__itemsize__
-
-
 class _MetadataFreezer(_Freezer):
     """Of metadata, which are static without having been declared so: arrays among them, such as bounds, have a key."""
 
@@ -443,3 +372,83 @@ _RULES: dict[type, Callable[[_Freezer, Any], Hashable]] = {
     functools.partial: _Freezer.partial,
     jax.tree_util.Partial: _Freezer.partial,
 }
+
+
+# --- copying --------------------------------------------------------------------------------------------------------
+
+
+def _copy(value: Any, parts: Sequence[Any], by_items: Sequence[Mapping]) -> tuple[Any, list[Mapping]]:
+    """A copy with the same ``parts``; and the copies in it of what deepcopy would fail to copy, ``by_items``.
+
+    These are views of dicts (``MappingProxyType``), and dicts whose attributes are their items.
+    """
+    made = list(map(_emptied, by_items))
+    copies = [new for new, _ in made]
+    memo = {id(part): part for part in parts} | dict(zip(map(id, by_items), copies, strict=True))
+    for old, (new, items) in zip(by_items, made, strict=True):
+        if isinstance(old, dict) and _is_its_own_dict(old):
+            object.__setattr__(new, "__dict__", new)
+        elif isinstance(old, dict):
+            for name, x in state_of(old).items():
+                object.__setattr__(new, name, copy.deepcopy(x, memo))
+        items |= {copy.deepcopy(key, memo): copy.deepcopy(item, memo) for key, item in dict(old).items()}
+    return copy.deepcopy(value, memo), copies
+
+
+def _emptied(x: Any) -> tuple[Any, dict]:
+    """An empty view or dict of the same type, and the dict that its items are in."""
+    if type(x) is types.MappingProxyType:
+        return types.MappingProxyType(items := {}), items
+    new = cast(Any, type(x)).__new__(type(x))
+    return new, new
+
+
+def _is_record(value: dict) -> bool:
+    """Whether the attributes of a dict are its items, by ``self.__dict__ = self`` or ``__getattr__ = __getitem__``."""
+    if _is_its_own_dict(value):
+        return True
+    try:
+        getattr(value, "__deepcopy__", None)
+    except Exception:  # of the search among its items, such as a KeyError
+        return True
+    return False
+
+
+def _is_its_own_dict(value: dict) -> bool:
+    return type(value).__dictoffset__ != 0 and vars(value) is value
+
+
+# --- what an object holds -------------------------------------------------------------------------------------------
+
+
+def has_hash(value: Any) -> bool:
+    try:
+        hash(value)
+    except (TypeError, ValueError):  # the latter of a memoryview that can be written
+        return False
+    return True
+
+
+def dict_of(x: Any) -> Any:
+    """The ``__dict__`` of an object, whatever its class makes of that, or None."""
+    try:
+        return x.__dict__
+    except Exception:  # of a weak proxy, or a class's own __getattr__, such as the KeyError of a look-up in a dict
+        return None
+
+
+def state_of(x: Any) -> dict[str, Any]:
+    """The attributes of an object, those in slots too."""
+    state: Any = object.__getstate__(x)  # what is in its __dict__; if it has slots, both in a tuple
+    attributes, slots = state if type(state) is tuple else (state, None)
+    return {**(attributes or {}), **(slots or {})}
+
+
+def _keeps_more_than_attributes(kind: type) -> bool:
+    """Whether the objects of a class hold anything that :func:`state_of` does not find, as an int or an exception does.
+
+    By their size, as Python decides whether it can pickle an object by its attributes.
+    """
+    slots = copyreg._slotnames(kind)  # type: ignore[attr-defined]  # as object.__getstate__ finds them
+    known = len(slots) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    return kind.__basicsize__ > object.__basicsize__ + known * tuple.__itemsize__
