@@ -1,4 +1,4 @@
-"""What a step costs that touches few of many Variables, or none, in all the ways in which a step can be called.
+"""What a step costs that touches few of many Variables, or none, for all kinds of call.
 
 The idea: the price of a step should follow what the step touches, not how large the model is. A model of many layers
 is passed, and the step reads one Variable and changes another. There are two yardsticks: *exact* is `jax.jit` on just
@@ -6,7 +6,7 @@ these two arrays, the least that JAX can charge, and *all* is `jax.jit` on all a
 those who pass the whole tree.
 
 Two tables. The first compares libraries, for a step that touches few and one that touches none. The second is nnxlib
-alone, beside *exact* called in the same way: with the model in a dict, as a keyword, on a method, a bound method or a
+alone, beside *exact* called alike: with the model in a dict, as a keyword, on a method, a bound method or a
 closure, with models taking turns, while other Modules are built and changed, with a Variable assigned, with a Variable
 or a layer replaced, with arrays in a tuple, with a Python attribute toggled in between, and from several threads.
 
@@ -132,7 +132,7 @@ def _graph(label: str, step: Callable, variables: int) -> Call:
     return adapter.bind(adapter.nnx, step, [adapter.pairs(variables)])
 
 
-# --- the ways to call it ------------------------------------------------------------------------------------------
+# --- the kinds of call --------------------------------------------------------------------------------------------
 
 
 def model_of(variables: int) -> Any:
@@ -142,8 +142,8 @@ def model_of(variables: int) -> Any:
 DELAYED = "raw and ten empty iterations, from four threads"  # not nnxlib: what any Python there costs
 
 
-def ways(variables: int) -> Mapping[str, tuple[Call, Call]]:
-    """For each way of calling: nnxlib, and `exact` called in the same way."""
+def kinds_of_call(variables: int) -> Mapping[str, tuple[Call, Call]]:
+    """For each kind of call: nnxlib, and `exact` called alike."""
     step, x = nnxlib.jit(few), jnp.zeros(())
 
     def with_array() -> tuple[Call, Call]:
@@ -334,12 +334,12 @@ def run(sizes: Sequence[int], effort: Effort) -> Report:
         exact = measured[EXACT]
         compared.add(column, {label: f"{own.over(exact):.2f}" for label, own in measured.items()})
         microseconds.add(column, {label: f"{1e6 * own.seconds:,.1f}" for label, own in measured.items()})
-    names = list(ways(4))
-    alone = Table("nnxlib, touches few, by the way of calling: ratio to exact", [f"{n:,}" for n in sizes], names)
+    names = list(kinds_of_call(4))
+    alone = Table("nnxlib, touches few, by kind of call: ratio to exact", [f"{n:,}" for n in sizes], names)
     calls = Table("Python and C functions called per step", [f"{n:,}" for n in sizes], names)
     for size in sizes:
         ratios, counts = {}, {}
-        for name, (own, exact_call) in ways(size).items():
+        for name, (own, exact_call) in kinds_of_call(size).items():
             for _ in range(20):  # past the checks of the first uses
                 own(), exact_call()
             measured = measure({"own": own, "exact": exact_call}, effort)

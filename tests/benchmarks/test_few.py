@@ -1,4 +1,4 @@
-"""The benchmark of steps that touch little: all ways give the same numbers, and the tables are filled."""
+"""The benchmark of steps that touch little: all kinds of call give the same numbers, and the tables are filled."""
 
 import math
 
@@ -9,10 +9,10 @@ from benchmarks import few
 from benchmarks.timing import Effort, agree
 
 
-@pytest.mark.parametrize("way", few.ways(4))
-def test_each_way_of_calling_does_the_work(way: str) -> None:
+@pytest.mark.parametrize("kind", few.kinds_of_call(4))
+def test_each_kind_of_call_does_the_work(kind: str) -> None:
     """The sum of the kernel comes out, at each of several calls, by nnxlib and by raw JAX."""
-    own, exact = few.ways(4)[way]
+    own, exact = few.kinds_of_call(4)[kind]
     agree({"exact": exact, "own": own})
 
 
