@@ -103,11 +103,10 @@ def _contents(table: LiveTable, nodes: Iterable[Node]) -> Contents:
 
 
 def _are_same(a: Contents, b: Contents) -> bool:
-    return a.keys() == b.keys() and all(_is_same(a[i], b[i]) for i in a)
-
-
-def _is_same(a: tuple[dict, tuple, list], b: tuple[dict, tuple, list]) -> bool:
-    return a[1] == b[1] and all(map(operator.is_, a[2], b[2])) and same_items(a[0], b[0])
+    return a.keys() == b.keys() and all(
+        names == b[i][1] and all(map(operator.is_, values, b[i][2])) and same_items(marks, b[i][0])
+        for i, (marks, names, values) in a.items()
+    )
 
 
 def _after(variant: Variant, contents: Contents) -> tuple[Variant, Layout] | None:
@@ -189,8 +188,8 @@ def _rows_with_other_statics(
     if len(walk.objects) > len(before) or walk.mutable or walk.foreign or not walk.reliable:
         return None
     rows = [(i, cast(NodeRow, row)) for i, row in sorted(walk.rows.items()) if row != before[i]]
-    return tuple(rows) if all(_links(cast(NodeRow, before[i])) == _links(row) for i, row in rows) else None
+    return tuple(rows) if all(_data_fields(cast(NodeRow, before[i])) == _data_fields(row) for i, row in rows) else None
 
 
-def _links(row: NodeRow) -> list[tuple[Any, Any]]:
+def _data_fields(row: NodeRow) -> list[tuple[Any, Any]]:
     return [field for field in row.fields if type(field[1]) is not Const]
