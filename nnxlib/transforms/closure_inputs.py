@@ -64,6 +64,9 @@ EMPTY = Known()  # no objects, and nothing to look up
 class Captures:
     """The objects that a function captures, as found while it was traced; see core/closures.py.
 
+    Each call asks for them (:meth:`now`), which searches again if something has changed. If a trace uses others, these
+    are added (:meth:`add`), and it is made again.
+
     What static arguments refer to, if these are ``given``, counts as if it was in the closure of the function.
     """
 
@@ -102,17 +105,7 @@ class Captures:
             raise TraceContextError(_CAPTURED.format(names=", ".join(type(root).__name__ for root in roots)))
         with self._adding:
             if _new_ids(roots, self.now()[0]):  # if not, another thread has added them
-                known = self.known or self._start_anew()
-                known = known._replace(running={**known.running, **outside.running})
-                sought = [*roots, *[reference() for reference in known.roots]]
-                found = self._search(known, sought)
-                missing = {id(root) for root in roots} - _by_part(found).keys()
-                if missing:
-                    others = known._replace(holders=statics_and_classes(packed.layout, pack(sought).layout))
-                    more = _leading_to(missing, others.holders, self._search(others, sought))
-                    known = known._replace(holders=(*known.holders, *more))
-                    found = self._search(known, sought)
-                self.known = self._known_from(found, _with_more(known.roots, roots, found), known)
+                self.known = self._known_with(outside, packed.layout)
         now = self.now()
         return now if _hold_all(map(weakref.ref, now[0]), roots) else ((*before, *roots), self._token_of(object()))
 
@@ -166,6 +159,20 @@ class Captures:
         found = [x for x in others if id(x) not in given and any(id(part) in below for _, part in reachable(x, set()))]
         if found:
             raise CapturedObjects(found)
+
+    def _known_with(self, outside: CapturedObjects, layout: Layout) -> Known:
+        """What is known with further objects. If the function does not lead to these, arguments of the layout may."""
+        known = self.known or self._start_anew()
+        known = known._replace(running={**known.running, **outside.running})
+        sought = [*outside.roots, *[reference() for reference in known.roots]]
+        found = self._search(known, sought)
+        missing = {id(root) for root in outside.roots} - _by_part(found).keys()
+        if missing:
+            others = known._replace(holders=statics_and_classes(layout, pack(sought).layout))
+            more = _leading_to(missing, others.holders, self._search(others, sought))
+            known = known._replace(holders=(*known.holders, *more))
+            found = self._search(known, sought)
+        return self._known_from(found, _with_more(known.roots, outside.roots, found), known)
 
     def _found_again(self, before: Known) -> Known:
         """What is known after something has changed: the objects that are now at addresses of captured ones.
@@ -240,6 +247,9 @@ class Captures:
         return self._tokens.setdefault(addresses, object())
 
 
+# --- what a search has found ----------------------------------------------------------------------------------------
+
+
 def _used(found: Reached) -> list[Any]:
     """The Modules that the function may use unnoticed by a trace, if they can be captured."""
     return [x for x in found.used_unnoticed() if x._nnx_is_captured]
@@ -280,22 +290,6 @@ def _captured(known: Known) -> Captured:
     return (roots, known.token_now()) if all(root is not None for root in roots) else NOTHING
 
 
-def capture_held(function: Callable, packed: Packed) -> None:
-    """Before a trace, capture what its arguments lead to (core/held.py).
-
-    The trace would not notice it if it only reads settings; if it noticed it, it would be made twice.
-
-    Raises:
-      CapturedObjects: if there are any.
-    """
-    given = set(map(id, packed.objects))
-    used, methods = used_by_arguments([function], packed.layout)
-    others = [x for x in (*held_in(packed.layout), *used) if x._nnx_is_captured and id(x) not in given]
-    found = [x for x in others if x._nnx_trace is current_trace()]
-    if found:
-        raise CapturedObjects(found, running_in(methods))
-
-
 def _new_ids(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:
     """The ids of the roots that were not there before."""
     return {id(root) for root in roots} - {id(root) for root in before}
@@ -328,6 +322,30 @@ def _with_more(before: Sequence[weakref.ref], more: Sequence[Any], found: Reache
     return [*before, *map(weakref.ref, new)]
 
 
+_CAPTURED = """\
+The function uses objects ({names}) that belong to another trace, in a way that nnx.jit cannot follow. Pass them as \
+arguments."""
+
+
+# --- before a trace -------------------------------------------------------------------------------------------------
+
+
+def capture_held(function: Callable, packed: Packed) -> None:
+    """Before a trace, capture what its arguments lead to (core/held.py).
+
+    The trace would not notice it if it only reads settings; if it noticed it, it would be made twice.
+
+    Raises:
+      CapturedObjects: if there are any.
+    """
+    given = set(map(id, packed.objects))
+    used, methods = used_by_arguments([function], packed.layout)
+    others = [x for x in (*held_in(packed.layout), *used) if x._nnx_is_captured and id(x) not in given]
+    found = [x for x in others if x._nnx_trace is current_trace()]
+    if found:
+        raise CapturedObjects(found, running_in(methods))
+
+
 def captured_rows(layout: Layout) -> list[int]:
     """The rows of the captured objects in packed :class:`Arguments`, and of those below them."""
     stack: list[Any] = [child for path, child in children(layout.root) if path[0] == "captured"]
@@ -338,8 +356,3 @@ def captured_rows(layout: Layout) -> list[int]:
                 found.add(spec.index)
                 stack.append(layout.rows[spec.index])
     return sorted(found)
-
-
-_CAPTURED = """\
-The function uses objects ({names}) that belong to another trace, in a way that nnx.jit cannot follow. Pass them as \
-arguments."""
