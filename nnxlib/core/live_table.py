@@ -35,21 +35,20 @@ class LiveTable:
     """The table of one live object, the *root*: its layout, and where its leaves are."""
 
     __slots__ = (
-        "array_rows", "arrays", "cells", "index", "layout", "mutable", "next_check", "objects", "reliable",
-        "serial", "sharing", "shortcuts", "snapshot", "stamp", "until_check", "variant", "variants",
+        "array_rows", "arrays", "cells", "index", "layout", "mutable", "next_check", "objects", "serial",
+        "sharing", "shortcuts", "snapshot", "stamp", "until_check", "variant", "variants",
     )  # fmt: skip
 
     layout: Layout
     stamp: Stamp  # invalid once an object that the table describes has changed its structure
     mutable: list[tuple[Any, Const]]  # the static values that can be changed in place, and what they were
-    reliable: bool  # whether `stamp` and `mutable` reveal every change; if not, the table is used only once
     objects: list[Any]  # by row; None in place of the root
     index: dict[int, int]  # id of an object -> its row
     cells: list[Cell]  # of all Variables, in row order
     # (container, key, None) for each array in a field of a node; with a Flattened for a pytree there that has arrays.
     arrays: list[tuple[Any, Any, Flattened | None]]
     array_rows: list[int]  # the row of the node that holds each of these arrays
-    snapshot: list[Any] | None  # the leaves, if the table is not reliable
+    snapshot: list[Any] | None  # the leaves, if `stamp` and `mutable` do not reveal every change: it is used only once
     next_check: int  # the number of the use at which the table is next compared with the object
     until_check: int  # how many uses are left up to that one
     serial: int  # unique, never reused
@@ -61,10 +60,15 @@ class LiveTable:
     def __init__(self, layout: Layout, stamp: Stamp, objects: list[Any], index: dict[int, int], cells: list[Cell]):
         self.layout, self.stamp, self.index, self.cells = layout, stamp, index, cells
         self.objects = [None, *objects[1:]]
-        self.reliable, self.mutable, self.arrays, self.array_rows, self.snapshot = True, [], [], [], None
+        self.mutable, self.arrays, self.array_rows, self.snapshot = [], [], [], None
         self.next_check = self.until_check = 1 if at_top_level() or CHECK_ALWAYS else _USES_IN_A_TRACE
         self.serial, self.sharing, self.shortcuts = next(_serials), {}, {}
         self.variant, self.variants = None, []
+
+    @property
+    def reliable(self) -> bool:
+        """Whether it tells of every change, and so can be used again."""
+        return self.snapshot is None
 
     def leaves(self) -> list[Any]:
         """The leaves, as ``pack`` would collect them."""

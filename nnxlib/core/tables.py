@@ -113,10 +113,10 @@ def _make(root: Any) -> LiveTable:
         rows = walk.all_rows()
         layout = Layout(rows, spec)
         table = LiveTable(layout, stamp, walk.objects, walk.index, [walk.cells[i] for i in layout.variables])
-        table.reliable, table.mutable = walk.reliable, list(walk.mutable.values())
+        table.mutable = list(walk.mutable.values())
         _find_arrays(table, walk, rows, root)
         walk.foreign.watch(stamp)
-    table.snapshot = None if table.reliable else walk.leaves()
+    table.snapshot = None if walk.reliable else walk.leaves()
     return _kept(table, root)
 
 
@@ -132,8 +132,8 @@ def _find_arrays(table: LiveTable, walk: Walk, rows: Sequence[Row], root: Any) -
             continue
         x = walk.objects[i]
         if any(holder_of(x, name) is x for name, _ in fields) and (isinstance(x, Pytree) or x is root):
-            table.reliable = False  # a write to a slot goes unnoticed; and for items the table would refer to its root
-        for name, field in fields if table.reliable else ():
+            walk.reliable = False  # a write to a slot goes unnoticed; and for items the table would refer to its root
+        for name, field in fields if walk.reliable else ():
             container = holder_of(x, name)
             tree = Flattened(container, name, field, table.index) if isinstance(field, Tree) else None
             if tree is not None:

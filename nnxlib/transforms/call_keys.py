@@ -104,7 +104,7 @@ def describe(leaves: Sequence[Any], signature: Hashable, grouping: bool = True) 
                     group.cells.append(x._cell)
                     continue
             table = table_of(x)
-            if not table.reliable:
+            if table.snapshot is not None:  # it is walked at each call
                 return None
             layouts.append(table.layout)
             roots.append(x)

@@ -1,4 +1,4 @@
-"""Lifting: the one way in which a function of objects goes through a JAX transformation, its *crossing*.
+"""Lifting: how a function of objects goes through a JAX transformation, whichever that is. This is its *crossing*.
 
 Every transform of nnxlib has three steps::
 
