@@ -125,19 +125,20 @@ class _Search:
         self.names = {*names, *[name for code in self.running for name in look_ups.names_in(code.code)]}
         self.looked_for = set[str]()
         self.unnamed = list[Chain]()  # to objects whose methods the syntax of Python calls, yet to be searched
-        self.visited = set[int]()  # the code of functions, by id
+        self.visited_code = set[int]()  # of functions, by id
         self.elsewhere = deque[Chain]()  # to functions of other files
+        # The first chain to each value, by its id; further ones to Modules and Variables; all to constants.
         self.found, self.others, self.ends = dict[int, Chain](), list[Chain](), list[Chain]()
         self.alternatives = dict[Hashable, Chain]()  # by place: chains to values that were found on another chain
 
     def run(self) -> Reached:
-        self.visit_all()
-        for code, namespace in reversed(self.running):
-            if id(code) not in self.visited:
+        self.visit_all()  # what the function itself refers to
+        for code, namespace in reversed(self.running):  # the globals of code that was running
+            if id(code) not in self.visited_code:
                 self.go_on(self.start, look_ups.globals_in(code, namespace))
                 self.visit_all()
-        self.visit_elsewhere()
-        if self.missing:
+        self.visit_elsewhere()  # those of functions of other files
+        if self.missing:  # what is reached by text
             self.look_ups_left = max(self.look_ups_left, _MOST)  # allow a few, even if none is left
             namespaces = [self.namespace or {}, *[code.namespace for code in self.running]]
             for namespace in {id(x): x for x in namespaces}.values():
@@ -212,7 +213,7 @@ class _Search:
             return
         self.names |= look_ups.names_in(function.__code__)
         if is_own:
-            self.visited.add(id(function.__code__))
+            self.visited_code.add(id(function.__code__))
             self.go_on(chain, look_ups.globals_of(function))
         else:
             self.elsewhere.append(chain)
