@@ -43,16 +43,6 @@ from .tracing import at_top_level
 from .walk import Walk
 
 
-def build_described(layout: Layout, leaves: Sequence[Any]) -> Any:
-    """:func:`~nnxlib.core.graph.build` an object whose first table needs no walk."""
-    stamp = Stamp()
-    root, objects = build(layout, leaves, stamp=stamp)
-    if is_node(root) and layout.blueprint.reliable:
-        objects[0] = None
-        object.__setattr__(root, "_nnx_table", PendingTable(layout, objects, stamp))
-    return root
-
-
 def table_of(root: Any) -> LiveTable:
     """Return a table that describes a live node or Variable as it is now.
 
@@ -70,6 +60,16 @@ def table_of(root: Any) -> LiveTable:
         return _make(root)
     table.until_check -= 1
     return table if table.until_check > 0 else _checked(table, root)
+
+
+def build_described(layout: Layout, leaves: Sequence[Any]) -> Any:
+    """:func:`~nnxlib.core.graph.build` an object whose first table needs no walk."""
+    stamp = Stamp()
+    root, objects = build(layout, leaves, stamp=stamp)
+    if is_node(root) and layout.blueprint.reliable:
+        objects[0] = None
+        object.__setattr__(root, "_nnx_table", PendingTable(layout, objects, stamp))
+    return root
 
 
 def _built(root: Any) -> PendingTable | None:
@@ -95,6 +95,7 @@ def _attach(pending: PendingTable) -> None:
 
 
 def _complete(root: Any, pending: PendingTable) -> LiveTable:
+    """The table of an object that was just built."""
     with stamping:
         if root._nnx_table not in (None, pending):  # another thread was first
             return table_of(root)
@@ -106,6 +107,7 @@ def _complete(root: Any, pending: PendingTable) -> LiveTable:
 
 
 def _make(root: Any) -> LiveTable:
+    """A table made by a walk."""
     stamp = Stamp()
     walk = Walk(stamp=stamp)
     with stamping:
