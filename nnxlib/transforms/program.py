@@ -127,6 +127,8 @@ def _compiled(jitted: Any) -> Callable:
         return jtu.tree_unflatten(jtu.tree_structure(traced.out_info), out)
 
     def call(leaves: list[Any]) -> Any:
+        if jax.config.jax_disable_jit:  # the function is to see values
+            return jitted(leaves)
         if not kept:
             kept.append(jitted.trace(leaves).jaxpr.consts)
         return program(kept[0], leaves)
