@@ -22,6 +22,7 @@ from .data import is_node
 from .layout import KEPT, Layout
 from .live_table import LiveTable, Variant, holder_of
 from .making import NO_METADATA
+from .missing import MISSING
 from .objects import Node
 from .rows import NodeRow, Ref
 from .stamps import gone, stamping, with_stamp
@@ -74,14 +75,15 @@ def _variant_now(table: LiveTable, root: Any, changed: Sequence[Node]) -> tuple[
     if found := _after(before, contents):
         return found
     exchanged = _adopt_objects(table, changed)
-    rows = _rows_with_other_statics(table, root, [x for x in changed if id(x) in table.index])
+    objects = table.objects_with(root)
+    others = [x for x in changed if not _is_described(table, objects, x)]
+    rows = _rows_with_other_statics(table, root, others) if others else ()
     if rows is None:
         return None
     layout = table.layout.with_rows(rows) if rows else table.layout
     variant = _variant_of(table, layout, {})
-    held = [spec for i in contents for _, spec in cast(NodeRow, layout.rows[i]).fields]
-    lasts = not exchanged and {Ref, Const}.issuperset(map(type, held))  # if not, it would keep arrays alive
-    if lasts and _are_same(contents, _contents(table, changed)):  # another thread may be changing a node
+    keeps_arrays = exchanged or any(type(spec) not in (Ref, Const) for _, row in rows for _, spec in row.fields)
+    if not keeps_arrays and _are_same(contents, _contents(table, changed)):  # another thread may be changing a node
         before.transitions = [*before.transitions[-_TRANSITIONS:], (contents, weakref.ref(variant))]
     return variant, layout
 
@@ -103,10 +105,11 @@ def _contents(table: LiveTable, nodes: Iterable[Node]) -> Contents:
 
 
 def _are_same(a: Contents, b: Contents) -> bool:
-    return a.keys() == b.keys() and all(
-        names == b[i][1] and all(map(operator.is_, values, b[i][2])) and same_items(marks, b[i][0])
-        for i, (marks, names, values) in a.items()
-    )
+    return a.keys() == b.keys() and all(_is_same(a[i], b[i]) for i in a)
+
+
+def _is_same(a: tuple[dict, tuple, list], b: tuple[dict, tuple, list]) -> bool:
+    return a[1] == b[1] and all(map(operator.is_, a[2], b[2])) and same_items(a[0], b[0])
 
 
 def _after(variant: Variant, contents: Contents) -> tuple[Variant, Layout] | None:
@@ -173,10 +176,24 @@ def _adopt(table: LiveTable, i: int, new: Any) -> bool:
     return True
 
 
+def _is_described(table: LiveTable, objects: Sequence[Any], x: Node) -> bool:
+    """Whether a node holds the very objects and static values that are in its row, or has no row any more.
+
+    To ask this first takes half of the time if an object was exchanged, since the node need not be described.
+    """
+    i = table.index.get(id(x))
+    if i is None:
+        return True
+    row = cast(NodeRow, table.layout.rows[i])
+    specs = map(dict(row.fields).__getitem__, row.names)
+    values = [objects[s.index] if type(s) is Ref else s.value if type(s) is Const else MISSING for s in specs]
+    return _is_same(_contents(table, [x])[i], (row.marks.value, (row.type, *row.names), values))
+
+
 def _rows_with_other_statics(
     table: LiveTable, root: Any, changed: Iterable[Node]
 ) -> tuple[tuple[int, NodeRow], ...] | None:
-    """Those rows of some nodes that are others now; None if anything but static values has changed in them."""
+    """The rows of some nodes as they are now; None if anything but static values has changed in them."""
     before = table.layout.rows
     walk = Walk(table.objects_with(root), table.stamp, table.index)
     try:
@@ -187,8 +204,8 @@ def _rows_with_other_statics(
             del table.index[id(x)]
     if len(walk.objects) > len(before) or walk.mutable or walk.foreign or not walk.reliable:
         return None
-    rows = [(i, cast(NodeRow, row)) for i, row in sorted(walk.rows.items()) if row != before[i]]
-    return tuple(rows) if all(_data_fields(cast(NodeRow, before[i])) == _data_fields(row) for i, row in rows) else None
+    rows = cast(tuple[tuple[int, NodeRow], ...], tuple(sorted(walk.rows.items())))
+    return rows if all(_data_fields(cast(NodeRow, before[i])) == _data_fields(row) for i, row in rows) else None
 
 
 def _data_fields(row: NodeRow) -> list[tuple[Any, Any]]:
