@@ -12,6 +12,7 @@ from typing import Any
 import jax.tree_util as jtu
 
 from .closures import Watch, notice
+from .containers import Dict, List, holds_data
 from .data import is_array, is_bound_method, is_node
 from .errors import Path
 from .filters import Filter, to_predicate
@@ -116,11 +117,18 @@ def places(node: Any) -> Iterator[tuple[Path, Any, Any]]:
 def iter_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
     """Yield (key, child) for the nodes and Variables that are attributes or items of ``node``.
 
+    Lists and dicts without any data, such as settings, are left out.
+
     >>> import nnxlib as nnx
     >>> [(key, type(child).__name__) for key, child in nnx.iter_children(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))]
     [('bias', 'Param'), ('kernel', 'Param')]
     """
-    return ((key[0] if len(key) == 1 else key, child) for key, child in children_of(node) if is_node(child))
+    found = ((key, child) for key, child in children_of(node) if is_node(child))
+    return (
+        (key[0] if len(key) == 1 else key, child)
+        for key, child in found
+        if not isinstance(child, List | Dict) or holds_data(child)
+    )
 
 
 @boundary

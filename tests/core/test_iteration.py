@@ -54,6 +54,15 @@ def test_iter_children():
     assert [key for key, _ in nnx.iter_children(m)] == ["again", "first", "layers"]
 
 
+def test_settings_are_no_children():
+    """A plain list or dict, which flax.nnx keeps as it is; nor are they Modules. One with data is both."""
+    m = Net()
+    m.settings, m.sizes, m.held = {"rate": 0.1}, [1, [2]], {"parts": [nnx.Param(1.0)]}
+    assert [key for key, _ in nnx.iter_children(m)] == ["first", "held", "layers"]
+    assert [key for key, _ in m.iter_children()] == ["first", "held", "layers"]
+    assert not any(path[0] in ("settings", "sizes") for path, _ in nnx.iter_modules(m) if path)
+
+
 def test_find_duplicates():
     """Paths of what is reached more than once, the first first; `only` chooses."""
     m = Net()
