@@ -9,10 +9,9 @@ import functools
 import importlib
 import importlib.util
 import sys
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 _HERE = (
     "filterlib graphlib helpers ids module proxy_caller pytreelib reprlib rnglib spmd statelib summary tracers "
@@ -29,7 +28,7 @@ ALIASES = {  # nnxlib.NAME: the module that it is
 }
 
 
-class _Finder(MetaPathFinder, Loader):
+class _Finder:  # not from importlib.abc, which takes a twentieth of the time to import nnxlib
     """Imports ``nnxlib.NAME`` as the module that it is an alias of.
 
     Where nnxlib stands for flax.nnx, ``flax.nnx.nn.linear`` is ``nnxlib.nn.linear``. Python itself would run the file
@@ -38,7 +37,10 @@ class _Finder(MetaPathFinder, Loader):
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         found = _meant(fullname)
-        return ModuleSpec(fullname, self) if found and importlib.util.find_spec(found) else None
+        return ModuleSpec(fullname, cast(Any, self)) if found and importlib.util.find_spec(found) else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Have Python make a new module."""
 
     def exec_module(self, module: ModuleType) -> None:
         alias = module.__name__

@@ -80,7 +80,7 @@ Axes = int | Sequence[int]
 Factors = Sequence[Any] | None  # a scale, and the bounds of what is scaled; None where that is left to JAX
 
 
-def drawn_shape(key: Any, shape: tuple[int, ...], eager: bool) -> tuple[int, ...]:
+def _drawn_shape(key: Any, shape: tuple[int, ...], eager: bool) -> tuple[int, ...]:
     """The shape in which to draw random numbers: one axis, in eager code, where these are the same ones.
 
     Threefry makes a number from the key and from its place in the flattened array. In a program for several devices XLA
@@ -93,12 +93,12 @@ def drawn_shape(key: Any, shape: tuple[int, ...], eager: bool) -> tuple[int, ...
 
 @step("shape", "dtype", "eager")
 def _unscaled_uniform(key: Any, low: Any, high: Any, shape: Any, dtype: Any, eager: bool) -> jax.Array:
-    return jax.random.uniform(key, drawn_shape(key, shape, eager), dtype, low, high).reshape(shape)
+    return jax.random.uniform(key, _drawn_shape(key, shape, eager), dtype, low, high).reshape(shape)
 
 
 @step("shape", "dtype", "eager")
 def _unscaled_truncated(key: Any, lower: Any, upper: Any, shape: Any, dtype: Any, eager: bool) -> jax.Array:
-    return jax.random.truncated_normal(key, lower, upper, drawn_shape(key, shape, eager), dtype).reshape(shape)
+    return jax.random.truncated_normal(key, lower, upper, _drawn_shape(key, shape, eager), dtype).reshape(shape)
 
 
 @formula("shape", "dtype", "eager")
@@ -185,7 +185,7 @@ def normal(stddev: Any = 1e-2, dtype: Any = None) -> Initializer:
     def init(key: Any, shape: Any, dtype: Any = dtype, **kwargs: Any) -> jax.Array:
         if kwargs or not isinstance(shape, tuple) or len(shape) < 3:  # for a matrix, XLA needs hardly more time
             return of_jax(key, shape, dtype, **kwargs)
-        return reshape(of_jax(key, drawn_shape(key, shape, runs_eagerly()), dtype), shape=shape)
+        return reshape(of_jax(key, _drawn_shape(key, shape, runs_eagerly()), dtype), shape=shape)
 
     init.__qualname__ = of_jax.__qualname__
     return init

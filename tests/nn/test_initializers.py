@@ -193,8 +193,8 @@ def test_numbers_of_any_shape_are_those_of_jax_to_the_last_bit(name, kind, parti
 @pytest.mark.parametrize("name", ["lecun_normal", "glorot_uniform", "normal"])
 def test_eager_code_draws_the_kernel_of_a_convolution_as_a_vector(name, monkeypatch):
     """XLA takes fifteen times as long for four axes. But in a program for several devices it can only shard these."""
-    shapes, shape_of = [], nnx.nn.initializers.drawn_shape
-    monkeypatch.setattr(nnx.nn.initializers, "drawn_shape", lambda *args: shapes.append(shape_of(*args)) or shapes[-1])
+    shapes, shape_of = [], nnx.nn.initializers._drawn_shape
+    monkeypatch.setattr(nnx.nn.initializers, "_drawn_shape", lambda *args: shapes.append(shape_of(*args)) or shapes[-1])
     init, key = getattr(nnx.initializers, name)(), jax.random.key(0)
     draw = lambda key: init(key, (3, 3, 5, 11))
     for call in draw, jax.jit(draw), lambda key: jax.vmap(draw)(jax.random.split(key, 2)):
