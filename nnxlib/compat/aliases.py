@@ -12,15 +12,13 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from ..core import ops
 from ..core.filters import Filter
 from ..core.graph import build, pack
 from ..core.graphstate import GraphState
 from ..core.lost import watch_draws
 from ..core.state import FlatState, one_or_all, to_flat_state
-from ..core.tracing import boundary, current_trace
+from ..core.tracing import boundary, current_trace, is_key
 from ..core.variables import Variable
 
 
@@ -69,7 +67,7 @@ def merge(graphdef: Any, /, *states: Any, copy: bool = False, strict: bool = Fal
         return made
     layout, values, _ = pack(made)
     found = ((k, given[path]) for path, k in layout.positions.items() if path in given)
-    rows = {layout.variables[k]: x for k, x in found if not _is_key(values[k]) or _is_key(x.get_raw_value())}
+    rows = {layout.variables[k]: x for k, x in found if not is_key(values[k]) or is_key(x.get_raw_value())}
     made = build(layout, values, rows)[0]
     if trace is not None:
         watch_draws(made)  # the streams that are copies after all
@@ -83,10 +81,6 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
     A call may make one, for a loss, say, in each layer of a stack that is called in a raw scan.
     """
     ops.write_states(node, (state, *states), strict, Variable)
-
-
-def _is_key(value: Any) -> bool:
-    return hasattr(value, "dtype") and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _flat(state: Any) -> list[tuple[tuple, Any]]:

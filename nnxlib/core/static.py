@@ -30,7 +30,7 @@ import numpy as np
 from .closures import call_unwatched
 from .errors import StaticValueError, describe, place_of
 from .identity import Identified
-from .tracing import Tracer, bits_of, is_readable
+from .tracing import Tracer, bits_of, is_key, is_readable
 
 # The types of values that are their own key and refer to nothing else.
 ATOMS = frozenset({int, str, bytes, bool, type(None), type, type(...), np.dtype})
@@ -346,7 +346,7 @@ class _MetadataFreezer(_Freezer):
         if not is_readable(value):
             return self.identity(value)
         self.parts.append(value)  # a copy made in a trace would be a tracer
-        data = bits_of(value) if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key) else value
+        data = bits_of(value) if is_key(value) else value
         return value.aval, value.sharding, np.asarray(data).tobytes()  # the trace knows the first two, too
 
 

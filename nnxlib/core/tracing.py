@@ -108,6 +108,11 @@ def is_readable(x: jax.Array) -> bool:
     return not x.is_deleted() and (x.is_fully_addressable or x.is_fully_replicated)
 
 
+def is_key(x: Any) -> bool:
+    """Whether this is an array of random keys."""
+    return hasattr(x, "dtype") and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def bits_of(key: jax.Array) -> jax.Array:
     """The data of a random key that is no tracer; in a trace, `jax.random.key_data` would make a tracer of it."""
     with jax.ensure_compile_time_eval():

@@ -28,7 +28,7 @@ from ..core.objects import Node
 from ..core.reprs import static_repr
 from ..core.state import FlatState, State
 from ..core.static import same_items
-from ..core.tracing import Tracer, bits_of
+from ..core.tracing import Tracer, bits_of, is_key
 from ..core.traversals import flatten_mapping, sorted_by_path
 from ..core.variables import Variable
 from .entries import Entries, values_of
@@ -225,7 +225,7 @@ def _change(x: Any, y: Any, rtol: float, atol: float) -> str | None:
     """How two values differ; None if they do not, or cannot be compared."""
     if x is y:
         return None
-    if _is_key(x) or _is_key(y):
+    if is_key(x) or is_key(y):
         (p, has_p), (q, has_q) = _at_hand(_key_data(x)), _at_hand(_key_data(y))
         is_other = p is not None and q is not None and (p.shape != q.shape or ((p != q) & has_p & has_q).any())
         return "another key" if is_other else None
@@ -263,12 +263,8 @@ def _distances(p: np.ndarray, q: np.ndarray, rtol: float, atol: float) -> np.nda
         return np.where(close, 0.0, np.where(np.isnan(distance), np.inf, distance))
 
 
-def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _key_data(x: Any) -> jax.Array | None:
-    return bits_of(x) if _is_key(x) and _is_concrete(x) else None
+    return bits_of(x) if is_key(x) and _is_concrete(x) else None
 
 
 def _is_concrete(x: Any) -> bool:

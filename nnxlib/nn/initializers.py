@@ -26,7 +26,7 @@ from jax.nn.initializers import Initializer as JaxInitializer
 from jax.nn.initializers import constant as constant
 
 from ..core.formulas import formula, full, multiply, reshape, step
-from ..core.tracing import runs_eagerly
+from ..core.tracing import is_key, runs_eagerly
 
 Initializer = JaxInitializer | Callable[..., Any]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -86,8 +86,7 @@ def _drawn_shape(key: Any, shape: tuple[int, ...], eager: bool) -> tuple[int, ..
     Threefry makes a number from the key and from its place in the flattened array. In a program for several devices XLA
     would not shard a vector along the axes of the array.
     """
-    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    threefry = jax.random.key_impl(key) == "threefry2x32" if typed else np.shape(key) == (2,)
+    threefry = jax.random.key_impl(key) == "threefry2x32" if is_key(key) else np.shape(key) == (2,)
     return (math.prod(shape),) if eager and threefry and len(shape) > 1 else shape
 
 
