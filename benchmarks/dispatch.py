@@ -426,6 +426,7 @@ ADAPTERS: Mapping[str, Callable[[], Adapter]] = {
     "nnxlib, nnx.jit": lambda: ObjectGraph("nnxlib", by_jit),
     "nnxlib, split/merge in jax.jit": lambda: by_split_merge("nnxlib"),
     "nnxlib, split/merge in nnx.jit": lambda: by_split_merge_in_nnx_jit("nnxlib"),
+    "nnxlib, split/merge, pure state": lambda: by_split_merge("nnxlib", arrays_only),
     "flax, nnx.jit (default)": lambda: ObjectGraph("flax.nnx", by_jit),
     "flax, nnx.jit graph=False": lambda: ObjectGraph("flax.nnx", partial(by_jit, graph=False)),
     "flax, cached_partial": lambda: ObjectGraph("flax.nnx", by_cached_partial),

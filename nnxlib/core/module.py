@@ -344,8 +344,9 @@ def _set_where_found(
     missing = attributes.keys() - {name for _, name in places}
     if missing and raise_if_not_found:
         raise UsageError(
-            f"No Module in {type(node).__name__}{_taken_by(*filters)} has the attributes {sorted(missing)}; pass "
-            f"raise_if_not_found=False to set those that exist.{_near(modules, missing)}"
+            f"Could not find at least one instance of the following attributes: {sorted(missing)}; no Module in "
+            f"{type(node).__name__}{_taken_by(*filters)} has them. Pass raise_if_not_found=False to set those that "
+            f"exist.{_near(modules, missing)}"
         )
     for module, name in places:
         setattr(module, name, attributes[name])

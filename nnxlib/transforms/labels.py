@@ -125,8 +125,8 @@ class Labelling:
                 # A label may give way to the one that an object has: "any sharding" to a given one, say.
                 if new != old and not (gives_way and getattr(new, "yields_to", lambda old: False)(old)):
                     raise AliasingError(
-                        f"Inconsistent aliasing detected: a {row.type.__name__} is shared, and its two paths ask for "
-                        f"different treatment: {other.place((*first, *key))}: {old}, but "
+                        "Inconsistent aliasing detected. The following nodes have different prefixes, though they are "
+                        f"one {row.type.__name__}: {other.place((*first, *key))}: {old}, but "
                         f"{visit.place((*path, *key))}: {new}. Give both the same prefix, or make one a copy "
                         "(nnx.clone)."
                     )

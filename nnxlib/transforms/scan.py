@@ -128,7 +128,8 @@ def looped(
     kept = as_function(inner)  # `wrapped` refers to it, and so keeps it alive; programs refer to it weakly
     function = weakly(kept)
     name = axis_name_in(transform_metadata)
-    in_axes = (Carry,) if in_axes is Carry else in_axes
+    only_carry = in_axes is Carry
+    in_axes = (Carry,) if only_carry else in_axes
     place, out_place = _places_of_carry(in_axes, out_axes)
     carried = None if place is None else ("args", *(p + len(bound) for p in place))
 
@@ -143,6 +144,8 @@ def looped(
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = by_position(f, args, kwargs)
+        if only_carry and len(args) != 1:
+            raise PrefixError(f"When in_axes=Carry, the function must take exactly one argument; it got {len(args)}.")
         kwargs = {**bound_kwargs, **kwargs}
         entries = same_entries(None, bound) + argument_entries(in_axes, args, "in_axes") + same_entries(None, kwargs)
         arguments = Arguments((*bound, *args), kwargs)
@@ -299,12 +302,16 @@ def _places_of_carry(in_axes: Any, out_axes: Any) -> tuple[tuple[int, ...] | Non
     check_axes(out_axes, "out_axes", "scan", Carry)
     places = _place_of_carry(in_axes, "in_axes"), _place_of_carry(out_axes, "out_axes")
     if (places[0] is None) != (places[1] is None):
-        raise PrefixError(f"nnx.Carry must be in both in_axes={in_axes!r} and out_axes={out_axes!r}, or in neither.")
-    if None in labels_in(out_axes):
         raise PrefixError(
-            f"Cannot broadcast output state: out_axes={out_axes!r} has None, but every iteration returns a value of "
-            "its own. Give it an axis (0 stacks the values), or carry it."
+            "If one of in_axes or out_axes has Carry, the other must also have Carry; given were "
+            f"in_axes={in_axes!r} and out_axes={out_axes!r}."
         )
+    for entry in jtu.tree_leaves(out_axes, is_leaf=lambda x: x is None):
+        if None in labels_in(entry):
+            raise PrefixError(
+                f"Cannot broadcast output state. Got {entry!r} in out_axes={out_axes!r}, but every iteration returns "
+                "a value of its own. Give it an axis (0 stacks the values), or carry it."
+            )
     return places
 
 

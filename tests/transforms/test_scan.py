@@ -789,8 +789,11 @@ WRONG = {
     "two carries": (with_axes((nnx.Carry, nnx.Carry)), r"multiple Carry definitions in in_axes="),
     "two carries out": (with_axes((nnx.Carry, 0), (nnx.Carry, nnx.Carry)), r"multiple Carry definitions in out_axes="),
     "Carry inside an argument": (with_axes(((nnx.Carry, 0), 0)), r"may have nnx\.Carry for one whole argument"),
-    "Carry in": (with_axes((nnx.Carry, 0)), r"nnx\.Carry must be in both in_axes=.* and out_axes=0"),
-    "Carry out": (with_axes((None, 0), (nnx.Carry, 0)), r"nnx\.Carry must be in both"),
+    "Carry in": (
+        with_axes((nnx.Carry, 0)),
+        r"has Carry, the other must also have Carry; given were in_axes=.* and out_axes=0\.",
+    ),
+    "Carry out": (with_axes((None, 0), (nnx.Carry, 0)), "If one of in_axes or out_axes has Carry"),
     "not a label": (
         with_axes(("carry", 0)),
         "in_axes=.* has 'carry'; scan takes an int, None, nnx.Carry or",
@@ -799,6 +802,10 @@ WRONG = {
     "too many axes": (
         with_axes((None, 0, 0)),
         "in_axes=.* has 3 entries, but the function was called with 2 positional arguments",
+    ),
+    "carry alone": (
+        lambda: nnx.scan(lambda c, x: c, in_axes=nnx.Carry, out_axes=nnx.Carry, length=2)(XS, XS),
+        "When in_axes=Carry, the function must take exactly one argument; it got 2",
     ),
     "nothing to go over": (
         lambda: nnx.scan(lambda c, x: (c, x))(XS),
@@ -825,10 +832,10 @@ WRONG = {
     ),
     "other length": (with_axes((None, 0), length=5), r"different sizes: 5 \(length\), 3 \(args\[1\]\)"),
     "no length": (with_axes((None, None)), r"does not know how often to run: nothing has an axis\. Pass length="),
-    "an output without an axis": (with_axes((None, 0), None), r"out_axes=None has None, but every iteration returns"),
+    "an output without an axis": (with_axes((None, 0), None), r"Got None in out_axes=None, but every iteration"),
     "an output without an axis by filter": (
         with_axes((None, 0), nnx.StateAxes({nnx.Param: 0, ...: None})),
-        r"out_axes=StateAxes.* has None, but every",
+        r"Got StateAxes.* in out_axes=StateAxes.*, but every",
     ),
     "a name for an axis of the output": (with_axes((None, 0), "x"), r"out_axes='x' has 'x'; scan takes an int, None"),
     "a Module for axes": (with_axes((nnx.Dict(a=0), 0)), r"has a Dict in it\. Graph nodes are not allowed"),
