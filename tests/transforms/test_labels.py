@@ -68,10 +68,10 @@ def test_shared_objects_with_two_prefixes():
     net = Net()
     with pytest.raises(
         AliasingError,
-        match=r"Inconsistent aliasing.*Net is shared.*args\[0\]\.array: 0, but args\[1\]\.x\.array: 1\. Give both",
+        match=r"Inconsistent aliasing.*are one Net: .*args\[0\]\.array: 0, but args\[1\]\.x\.array: 1\. Give both",
     ):
         labels_of([0, 1], net, {"x": net})
-    with pytest.raises(AliasingError, match=r"a BatchStat is shared.*args\[0\]\.stat: 1, but args\[1\]: 0"):
+    with pytest.raises(AliasingError, match=r"are one BatchStat: .*args\[0\]\.stat: 1, but args\[1\]: 0"):
         labels_of([PrefixMapping({nnx.Param: 0, ...: 1}), 0], net, net.stat)
 
 
