@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core import ops
+from ..core.calls import note_copies
 from ..core.filters import Filter
 from ..core.graph import build, pack
 from ..core.graphstate import GraphState
@@ -65,10 +66,11 @@ def merge(graphdef: Any, /, *states: Any, copy: bool = False, strict: bool = Fal
     given = {path: x for path, x in leaves if isinstance(x, Variable) and x._nnx_trace is trace}
     if not given:
         return made
-    layout, values, _ = pack(made)
+    layout, values, objects = pack(made)
     found = ((k, given[path]) for path, k in layout.positions.items() if path in given)
     rows = {layout.variables[k]: x for k, x in found if not is_key(values[k]) or is_key(x.get_raw_value())}
-    made = build(layout, values, rows)[0]
+    made, copies = build(layout, values, rows)
+    note_copies(objects, copies)
     if trace is not None:
         watch_draws(made)  # the streams that are copies after all
     return made

@@ -58,10 +58,20 @@ class _Paths:
 class Collector:
     """What an ``nnx.capture`` takes out: Variables of these types. Counts how many recordings are made meanwhile."""
 
-    __slots__ = ("count", "types")
+    __slots__ = ("_numbers", "count", "numbered", "splits", "types")
 
     def __init__(self, types: tuple[type, ...]):
         self.types, self.count = types, 0
+        self.splits: list[tuple[Any, Sequence[Any]]] = []  # GraphDefs, and the objects that were split
+        self.numbered: list[Any] = []  # nodes of which copies have recorded something, see `number_of`
+        self._numbers: dict[int, int] = {}
+
+    def number_of(self, node: Any) -> int:
+        """A number for a node, by which a transform can name it."""
+        if id(node) not in self._numbers:
+            self._numbers[id(node)] = len(self.numbered)
+            self.numbered.append(node)
+        return self._numbers[id(node)]
 
 
 def _nowhere() -> None:
@@ -82,8 +92,8 @@ class Listener:
     """
 
     __slots__ = (
-        "_new", "_own", "_rows", "base", "collector", "copies", "layout", "objects", "on_call", "outer", "packed",
-        "stack",
+        "_new", "_own", "_rows", "base", "carrier", "collector", "copies", "layout", "objects", "on_call", "outer",
+        "packed", "stack",
     )  # fmt: skip
 
     def __init__(
@@ -100,8 +110,9 @@ class Listener:
         self.packed: dict[Any, Sequence[Any]] = {}  # by layout, the objects that were last packed with it
         self.outer: Listener | None = None  # of the enclosing trace: knows the objects captured by this one
         self.base: Callable[[], Path | None] = _nowhere  # the outer path of the Module in whose call this trace began
-        self.copies: list[tuple[Any, Any]] = []  # in a capture: nodes that share the Variables of others, and these
         self.collector: Collector | None = None  # of an enclosing `nnx.capture`
+        self.copies: list[tuple[Any, Any]] = []  # in a capture: nodes that record for others, and these
+        self.carrier: Any = None  # in a capture: takes what copies of outer nodes have recorded (recordings.py)
         self.layout: Any = None  # from which the objects were built, if they were
         self._rows: dict[int, int] | None = None  # of each object, by id
 

@@ -215,10 +215,25 @@ def recorded_types() -> tuple[type, ...]:
 
 
 def note_copies(originals: Sequence[Any], copies: Sequence[Any]) -> None:
-    """Within a capture, note nodes that share the Variables of others: their recordings go to the originals."""
+    """Within a capture, note objects that are copies of others: what nodes among them record goes to the originals."""
     listener = _active.listener
     if listener is not None and listener.collector is not None:
         listener.copies += [(copy, x) for copy, x in zip(copies, originals, strict=True) if copy is not x]
+
+
+def note_split(graphdef: Any, objects: Sequence[Any]) -> None:
+    """Within a capture, note the objects that were split into a GraphDef."""
+    collector = current_collector()
+    if collector is not None:
+        collector.splits.append((graphdef, objects))
+
+
+def split_into(graphdef: Any) -> Sequence[Any] | None:
+    """Within a capture, the objects that were split into this GraphDef, or else into an equal one; the last ones."""
+    collector = current_collector()
+    found = [] if collector is None else collector.splits[::-1]
+    same = [objects for x, objects in found if x is graphdef] or [objects for x, objects in found if x == graphdef]
+    return same[0] if same else None
 
 
 # --- what transforms tell of themselves ------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from .annotations import signature_as_text, signature_of
-from .calls import current_collector, observed
+from .calls import current_collector, observed, recorded_types
 from .containers import MODULE_METHODS, Dict, List, holds_data
 from .errors import ArgumentError, Path, UsageError, accepts, describe, describe_nested, did_you_mean
 from .filters import Filter, to_predicate
@@ -26,7 +26,7 @@ from .iteration import iter_children, iter_objects
 from .missing import MISSING
 from .objects import HasAttributes, Node, Pytree, set_marked
 from .ops import clone
-from .recordings import attribute_for, record
+from .recordings import attribute_for, record, recorded_in, recorded_name
 from .switches import flag
 from .tracing import boundary
 from .variable_names import variable_type_from_name
@@ -254,6 +254,15 @@ class Module(Pytree, metaclass=ModuleMeta):
                 f"{type(found).__name__}; choose another name to record under."
             )
         return found
+
+    @property
+    def __captures__(self) -> tuple[Variable, ...]:
+        """Within an ``nnx.capture`` what is recorded here so far: for each type a Variable of a dict, by name."""
+        if current_collector() is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute '__captures__' outside of nnx.capture")
+        found = [(recorded_name(name), self._nnx_contents()[name]) for name in recorded_in(self)]
+        kinds = dict.fromkeys((*recorded_types(), *[type(x) for _, x in found]))
+        return tuple([kind({name: x.get_raw_value() for name, x in found if type(x) is kind}) for kind in kinds])
 
     # --- submodules ---
 

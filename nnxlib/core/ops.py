@@ -16,7 +16,7 @@ import numpy as np
 
 from . import fitting
 from .blueprint import fresh
-from .calls import note_copies
+from .calls import note_copies, note_split, split_into
 from .cells import cell_of, new_cell
 from .closures import Watch, notice
 from .data import is_data_leaf
@@ -183,6 +183,7 @@ def split(node: Any, *filters: Filter) -> Any:
     """
     layout, leaves, objects = _packed(node)
     graphdef = graphdef_of(layout, leaves)
+    note_split(graphdef, objects)
     return graphdef, *_states(layout, lambda: leaves, objects, filters, exhaustive=True)
 
 
@@ -240,6 +241,9 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
         made = build(layout, values, others)[0]
     if not at_top_level() and RngKey in layout.blueprint.variable_types:
         watch_draws(made)
+    originals = split_into(graphdef)
+    if originals is not None:
+        note_copies(originals, _packed(made)[2])
     return made
 
 
@@ -318,8 +322,10 @@ def graphdef(node: A, /) -> GraphDef[A]:
     >>> nnx.graphdef(nnx.Linear(2, 3, rngs=nnx.Rngs(0))) == nnx.graphdef(nnx.Linear(2, 3, rngs=nnx.Rngs(1)))
     True
     """
-    layout, leaves, _ = _packed(node)
-    return graphdef_of(layout, leaves)
+    layout, leaves, objects = _packed(node)
+    graphdef = graphdef_of(layout, leaves)
+    note_split(graphdef, objects)
+    return graphdef
 
 
 @boundary

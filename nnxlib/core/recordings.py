@@ -7,6 +7,11 @@ Module may be called both outside and inside of a loop. What is recorded in each
 whole, gets an axis (``stack_recorded`` in transforms/axes.py). A recording does not count as a change of structure,
 which a branch or a loop would refuse (``is_taken_out`` in body_checks.py); each branch then returns what any of them
 records (branch.py).
+
+Copies of nodes, which ``nnx.view`` and ``nnx.merge`` make within a capture, record for the originals: what they hold is
+moved there when the function that made them ends (:func:`bring_back`). If that is the body of a transform, and the
+original lies outside of it, a :class:`Carrier` takes the recordings out (not from the branches of a ``cond`` and the
+loops of ``while_loop`` and ``fori_loop``).
 """
 
 from __future__ import annotations
@@ -17,10 +22,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from .calls import current_collector, recorded_types
+from .call_paths import Listener
+from .calls import current_collector, current_listener, recorded_types
 from .errors import UsageError
 from .finding import reachable
-from .objects import Node, check_writable, class_attribute, refill, set_marked
+from .objects import Node, Pytree, check_writable, class_attribute, refill, set_marked
 from .tracing import current_trace
 from .variables import Variable
 
@@ -112,28 +118,65 @@ def put_back(removed: list[Removed]) -> None:
         refill(node, items, {**marks, **(node._nnx_marks or {})})
 
 
-def bring_back(copies: list[tuple[Node, Node]]) -> None:
-    """Within a capture, move the recordings of copies of nodes to the originals, if these belong to the same trace.
+class Carrier(Pytree):
+    """An additional argument of a transform within a capture: it takes out what copies of outer nodes have recorded.
 
-    ``copies`` has pairs (copy, original), and is emptied.
+    In the body such a recording becomes an attribute of the carrier. So it comes back as that of any argument does;
+    from each slice with axis 0, which is the label of the carrier.
     """
-    kinds, trace = recorded_types(), current_trace()
-    while copies:
-        node, original = copies.pop()  # the last one first: it may be a copy of a copy
-        if original._nnx_trace is not trace or node._nnx_trace is not trace:
-            continue
-        for name in recorded_in(node):
-            new, held = node._nnx_contents()[name], original._nnx_contents().get(name)
-            if type(new) not in kinds:
-                continue
-            appends = is_appended_to(node._nnx_marks, name)
-            delattr(node, name)
-            if held is None:
-                record(original, name, new, appends)
-            elif appends and held is not new:
-                had, values = held.get_raw_value(), new.get_raw_value()
-                follow = len(had) > len(values) or any(map(operator.is_not, had, values))
-                held.set_raw_value((*had, *values) if follow else values)
+
+
+def bring_back(listener: Listener) -> None:
+    """Within a capture, move the recordings of copies of nodes to the originals, or to the carrier of the transform."""
+    original_of = {id(copy): original for copy, original in listener.copies}
+    for node, original in listener.copies:
+        while id(original) in original_of:  # a copy of a copy
+            original = original_of[id(original)]
+        if isinstance(node, Node) and node._nnx_trace is current_trace():
+            for name in recorded_in(node):
+                variable, appends = node._nnx_contents()[name], is_appended_to(node._nnx_marks, name)
+                if type(variable) in recorded_types():
+                    delattr(node, name)
+                    _give(listener, original, name, variable, appends)
+    listener.copies.clear()
+
+
+def _give(listener: Listener, original: Node, name: str, variable: Variable, appends: bool) -> None:
+    """Record what a copy has recorded in its original; in the carrier, if the original is not of the running trace."""
+    if original._nnx_trace is not current_trace():
+        if listener.carrier is None or listener.collector is None:
+            return
+        original, name = listener.carrier, f"{name}@{listener.collector.number_of(original)}"
+    held = original._nnx_contents().get(name)
+    if held is None:
+        record(original, name, variable, appends)
+    elif appends and held is not variable:
+        had, values = held.get_raw_value(), variable.get_raw_value()
+        follow = len(had) > len(values) or any(map(operator.is_not, had, values))
+        held.set_raw_value((*had, *values) if follow else values)
+
+
+def with_carrier(arguments: Any) -> Any:
+    """The arguments of a transform; within a capture with a :class:`Carrier`, for :func:`give_on` at its end."""
+    if current_collector() is None:
+        return arguments
+    return arguments._replace(captured=(*arguments.captured, Carrier()))
+
+
+def carrier_in(captured: tuple) -> Carrier | None:
+    """The Carrier among what :func:`with_carrier` has returned, if there is one; it is the last."""
+    return captured[-1] if captured and type(captured[-1]) is Carrier else None
+
+
+def give_on(arguments: Any) -> None:
+    """Give what the body of a transform has recorded in its carrier to the originals, or to the next carrier."""
+    carrier, listener = carrier_in(arguments.captured), current_listener()
+    if carrier is None or listener is None or listener.collector is None:
+        return
+    for attribute in recorded_in(carrier):
+        name, _, number = attribute.rpartition("@")
+        variable, appends = carrier._nnx_contents()[attribute], is_appended_to(carrier._nnx_marks, attribute)
+        _give(listener, listener.collector.numbered[int(number)], name, variable, appends)
 
 
 def fill_up(node: Node, name: str, kind: type[Variable], values: Any, appends: bool) -> None:

@@ -58,8 +58,9 @@ def capture(
       only: the Modules whose outputs are recorded, by type or path: ``nnx.Linear``, ``nnx.PathContains('encoder')``, or
         any other filter.
 
-    One Module is captured, with the views of it that the function makes (``nnx.view``). What others record is dropped,
-    such as copies that ``nnx.merge`` makes. If that is all that was recorded, there is a warning.
+    One Module is captured, with the copies of it that the function makes by ``nnx.view``, or by ``nnx.split`` and
+    ``nnx.merge``; but not what copies record in a branch or a ``while_loop``. What others record is dropped. If that is
+    all that was recorded, there is a warning.
 
     The States have the structure of the calls that are made, so a jitted function is traced once. Under ``vmap`` and
     ``scan`` recordings are stacked: along the axis of the Module, or along axis 0 if the Module is passed whole or
@@ -121,7 +122,7 @@ def capture(
                     attached, replaced = ([], []) if init is None else _attach(module, init)
                     collector.count = 0  # what is in `init` has not been recorded now
                     out = function(*args, **kwargs)
-                    bring_back(listener.copies)
+                    bring_back(listener)
                     return out, _pop_recorded(module, kinds) if kinds else (), attached, replaced
 
             out, recorded, attached, replaced = call_recording(listener, collector, follower, call)
@@ -144,9 +145,10 @@ def capture(
 
 
 _DROPPED = """\
-nnx.capture has found nothing in the {module}: all that was recorded is in other Modules, such as copies made by \
-nnx.merge, and is dropped. Pass the Module to the transforms inside, in place of its State; or, to record for each \
-example, capture within the vmap: nnx.vmap(nnx.capture(model, nnx.Intermediate))(batch)."""
+nnx.capture has found nothing in the {module}: all that was recorded is in other Modules, and is dropped. Such are \
+copies that nnx.merge makes of what was split before the capture, or in a transform of raw JAX. Split within it, and \
+use the transforms of nnx; or, to record for each example, capture within the vmap: \
+nnx.vmap(nnx.capture(model, nnx.Intermediate))(batch)."""
 
 
 def _first_module(arguments: Arguments) -> Module | None:

@@ -16,6 +16,7 @@ from ..core.graph import commit
 from ..core.missing import MISSING
 from ..core.operators import unwrapped
 from ..core.packing import pack_live
+from ..core.recordings import give_on, with_carrier
 from ..core.tracing import with_room
 from .callables import as_pair, by_position, resolve
 from .checkify import note_nan
@@ -99,7 +100,8 @@ def value_and_grad(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = by_position(f, args, kwargs)
         args = (*bound, *args)
-        packed = pack_live(Arguments(args, {**bound_kwargs, **kwargs}))
+        arguments = with_carrier(Arguments(args, {**bound_kwargs, **kwargs}))
+        packed = pack_live(arguments)
         filters = by_argument(chosen, len(args) - len(bound), len(bound))
         lane_of = differentiated(packed, args, filters, PARAMS)
         check_differentiable(packed, lane_of, holomorphic, allow_int)
@@ -129,6 +131,7 @@ def value_and_grad(
         found = tangents.fold_arguments(tangents.as_variables(grads), filters)
         result = found[0] if is_single(argnums) else tuple(found)
         aux = commit(packed.layout, outcome.delta, leaves, packed.objects)  # last, after everything that may fail
+        give_on(arguments)
         return ((value, aux) if has_aux else value), result
 
     return wrapped

@@ -29,6 +29,7 @@ from ..core.graph import Packed, commit, pack
 from ..core.look_ups import Jitted
 from ..core.missing import MISSING
 from ..core.pickling import global_name
+from ..core.recordings import give_on, with_carrier
 from ..core.static import StaticArgument
 from ..core.tracing import EAGER, at_top_level, hide_frames, running_trace
 from .abstract import eval_packed
@@ -252,9 +253,12 @@ class JitWrapped(Jitted, Generic[P, R]):
         function, name = self._function, getattr(self, "__name__", "")
         if arguments.args and inspect.getattr_static(type(arguments.args[0]), name, None) is self:
             function = observed(function, name)
+        arguments = with_carrier(arguments)
         packed = pack(arguments)
         _, after = cross(function, packed.layout, packed.leaves)
-        return commit(packed.layout, after.delta, after.leaves, packed.objects)
+        out = commit(packed.layout, after.delta, after.leaves, packed.objects)
+        give_on(arguments)
+        return out
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> JitWrapped[P, R]: ...

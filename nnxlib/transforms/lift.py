@@ -44,7 +44,7 @@ from ..core.inputs import lend
 from ..core.layout import Layout
 from ..core.missing import MISSING
 from ..core.packing import pack_live
-from ..core.recordings import bring_back, recorded_anew
+from ..core.recordings import bring_back, carrier_in, give_on, recorded_anew, with_carrier
 from ..core.rows import Ref, parts
 from ..core.tracing import boundary
 from .axes import stack_axes, stack_recorded, strip_axes
@@ -52,7 +52,7 @@ from .callables import resolve
 from .labels import Labels, join_lanes, label_arguments, labels_after, lane_numbers, lanes_of, split_lanes
 from .leaf_checks import check_returned, explain_untraced
 from .naming import named
-from .prefixes import output_entries
+from .prefixes import output_entries, same_entries
 
 
 class Arguments(NamedTuple):
@@ -130,11 +130,12 @@ def cross(
     def run() -> tuple[Any, After]:
         for variable, leaf in lent:
             lend(variable, leaf)  # the live Variable holds the tracer, in this trace alone
-        (args, kwargs, _), objects = build(layout, leaves, loan, cell)
+        (args, kwargs, captured), objects = build(layout, leaves, loan, cell)
         listener = listener_for(layout, objects)  # knows the paths of Modules that are called (core/calls.py)
+        listener.carrier = carrier_in(captured)
         out = call_listening(listener, f, *args, **kwargs)
         if listener.copies:
-            bring_back(listener.copies)
+            bring_back(listener)
         after = diff(layout, leaves, objects, part(out), {*forced, *edited()})
         return out, without_escapes(after, layout, all_borrowed())
 
@@ -254,9 +255,12 @@ def lift(jax_transform: Callable, *, result: Callable = lambda raw, finish: fini
         @boundary
         @functools.wraps(f, updated=())
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            packed = pack_live(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
+            arguments = with_carrier(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
+            packed = pack_live(arguments)
             raw = jax_transform(Crossing(packed.layout).purify(function))(packed.leaves)
-            return result(raw, functools.partial(finish, packed))
+            out = result(raw, functools.partial(finish, packed))
+            give_on(arguments)
+            return out
 
         return wrapped
 
@@ -299,6 +303,8 @@ def lift_lanes(
     are what the prefixes of the arguments say about each node and leaf in them: a label, or a mapping to labels.
     ``size(packed, labels)`` is how often the function runs for each trace of it; None if that is not known.
     """
+    arguments = with_carrier(arguments)
+    entries = [*entries, *same_entries(None if axis_name is MISSING else 0, arguments.captured)]
     with recorded_anew(arguments):
         packed = pack_live(arguments)
         labels, leaf_labels = label_arguments(packed.layout, packed.leaves, packed.objects, entries)
@@ -307,4 +313,5 @@ def lift_lanes(
         lanes = lanes_of(leaf_labels, entries, out_prefix, recorded)
         crossing = Crossing(packed.layout, *lanes, labels, out_prefix, axis_name)
         out = finish(packed, over(crossing.purify(function), crossing)(*crossing.split(packed.leaves)))
-        return out, packed, leaf_labels
+    give_on(arguments)
+    return out, packed, leaf_labels

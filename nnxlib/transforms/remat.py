@@ -15,6 +15,7 @@ from ..core.errors import ArgumentError
 from ..core.formulas import as_array
 from ..core.missing import MISSING
 from ..core.packing import pack_live
+from ..core.recordings import give_on, with_carrier
 from ..core.static import StaticArgument
 from ..core.tracing import boundary
 from .callables import resolve, static_arguments
@@ -56,7 +57,8 @@ def remat(
     @boundary
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        packed = pack_live(Arguments((*bound, *map(_unless_array, args)), {**bound_kwargs, **kwargs}))
+        arguments = with_carrier(Arguments((*bound, *map(_unless_array, args)), {**bound_kwargs, **kwargs}))
+        packed = pack_live(arguments)
         layout = packed.layout
 
         def program(leaves: list[Any]) -> Any:
@@ -67,7 +69,9 @@ def remat(
         key, make = ("remat", prevent_cse, policy), lambda: Program(program, compiled=False)
         made = program_of((function,), layout, key, make)
         # Called eagerly, jax.checkpoint hands out constants as literals of its own, which have no method `at`.
-        return run_program(lambda leaves: jax.tree.map(as_array, made(leaves)), packed)
+        out = run_program(lambda leaves: jax.tree.map(as_array, made(leaves)), packed)
+        give_on(arguments)
+        return out
 
     return static_arguments(wrapped, static_argnums)
 

@@ -28,7 +28,7 @@ from ..core.graph import After
 from ..core.layout import Layout
 from ..core.missing import MISSING
 from ..core.packing import pack_live
-from ..core.recordings import recorded_anew
+from ..core.recordings import give_on, recorded_anew, with_carrier
 from ..core.rows import ROOT, BoundMethod, Spec, Tree, children, same_treedef
 from ..core.variables import RngCount
 from . import body_checks
@@ -148,7 +148,8 @@ def looped(
             raise PrefixError(f"When in_axes=Carry, the function must take exactly one argument; it got {len(args)}.")
         kwargs = {**bound_kwargs, **kwargs}
         entries = same_entries(None, bound) + argument_entries(in_axes, args, "in_axes") + same_entries(None, kwargs)
-        arguments = Arguments((*bound, *args), kwargs)
+        arguments = with_carrier(Arguments((*bound, *args), kwargs))
+        entries += same_entries(0, arguments.captured)
         with recorded_anew(arguments):
             packed = pack_live(arguments)
             layout = packed.layout
@@ -159,7 +160,9 @@ def looped(
             key = (loop.func, *options, tuple(leaf_labels), size, *settings, settings_of(inner))
             of_loop = layout, labels, leaf_labels, size, body, loop
             made = _Scan(*of_loop, out_axes, carried, out_place, name, data_transform)
-            return run_program(program_of((weakly(kept),), layout, key, lambda: Program(made.program)), packed)
+            out = run_program(program_of((weakly(kept),), layout, key, lambda: Program(made.program)), packed)
+        give_on(arguments)
+        return out
 
     return wrapped
 

@@ -17,6 +17,7 @@ from ..core.errors import OUTPUT, ArgumentError, describe
 from ..core.graph import Packed, commit, pack
 from ..core.missing import MISSING
 from ..core.packing import pack_live
+from ..core.recordings import give_on, with_carrier
 from ..core.tracing import boundary
 from .callables import resolve
 from .grad import split_aux
@@ -36,7 +37,8 @@ class Derivation:
     def __init__(self, f: Callable, primals: Sequence[Any], has_aux: bool, kwargs: Mapping[str, Any] | None = None):
         self.function, bound, bound_kwargs = resolve(f)
         self.has_aux, self.shift, self.args = has_aux, len(bound), (*bound, *primals)
-        self.packed: Packed = pack_live(Arguments(self.args, {**bound_kwargs, **(kwargs or {})}))
+        self.arguments = with_carrier(Arguments(self.args, {**bound_kwargs, **(kwargs or {})}))
+        self.packed: Packed = pack_live(self.arguments)
         check_traceable(self.packed.layout, self.packed.leaves)
 
     def choose(self, chosen: Sequence[int | DiffState], default: PrefixMapping = INEXACT) -> tuple[int, ...]:
@@ -68,6 +70,7 @@ class Derivation:
     def finish(self, leaves: list[Any], outcome: Outcome) -> tuple[Any, tuple]:
         """Write the changes; returns the output, and a tuple with the aux value if there is one."""
         out = commit(self.packed.layout, outcome.delta, leaves, self.packed.objects)
+        give_on(self.arguments)
         return (out[0], (out[1],)) if self.has_aux else (out, ())
 
 

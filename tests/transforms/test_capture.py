@@ -1,5 +1,6 @@
 """nnx.capture: what sow, perturb and method_outputs record comes out, and the Module is as it was."""
 
+import contextlib
 import functools
 import threading
 import time
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
+from nnxlib.compat import flax as compat
 from nnxlib.core import errors
 from nnxlib.transforms.body_checks import BodyError
 from tests.properties.compare import assert_same
@@ -816,7 +818,7 @@ class Perturbed(nnx.Module):
 
 
 def test_examples_have_perturbations_of_their_own():
-    """Captured within a vmap; what copies record that a function makes by merge is dropped, with a warning."""
+    """Captured within a vmap, or of copies that a vmap makes by merge."""
 
     class Probed(nnx.Module):
         def __init__(self):
@@ -836,10 +838,170 @@ def test_examples_have_perturbations_of_their_own():
         graphdef, state = nnx.split(model)
         return nnx.vmap(lambda state, x: nnx.merge(graphdef, state)(x), in_axes=(None, 0))(state, batch)
 
-    with pytest.warns(UserWarning, match=r"found nothing in the Probed: .*copies made by nnx\.merge") as caught:
-        out, zeros = nnx.capture(of_copies, nnx.Perturbation)(model, batch)
-    assert [warning.filename for warning in caught] == [__file__]
-    assert (out.shape, list(zeros)) == ((4,), [])
+    out, zeros = nnx.jit(nnx.capture(of_copies, nnx.Perturbation))(model, batch)
+    assert (out.shape, zeros["delta"].shape, set(vars(model))) == ((4,), (4, 3), {"w"})
+
+
+class Pair(nnx.Module):
+    def __init__(self):
+        self.a, self.b = Sown(), Sown()
+
+    def __call__(self, x):
+        return self.b(self.a(x))
+
+
+class Sown(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.float32(2.0))
+
+    def __call__(self, x):
+        self.sow(nnx.Intermediate, "seen", x)
+        return self.w * x
+
+
+def merged_in(transform):
+    """A call of a copy of the model, made by merge in the function that ``transform(function)(state, x)`` runs."""
+
+    def call(model, x):
+        graphdef, state = nnx.split(model)
+        return transform(lambda state, x: nnx.merge(graphdef, state)(x))(state, x)
+
+    return call
+
+
+def merged_twice(model, x):
+    copies = [nnx.merge(*nnx.split(model)) for _ in range(2)]
+    return [copy(k * x) for k, copy in enumerate(copies, 1)]
+
+
+def merged_parts(model, x):
+    a, b = nnx.split(model.a), nnx.split(model.b)  # two equal GraphDefs
+    return nnx.merge(*b)(nnx.merge(*a)(x))
+
+
+def nested(call):
+    over_rows = nnx.vmap(call, in_axes=(None, 0))
+    return nnx.vmap(over_rows, in_axes=(None, 0))
+
+
+X3 = jnp.arange(3.0)
+ONCE = {("a", "seen"): (X3,), ("b", "seen"): (2 * X3,)}
+COPIES = {
+    "in the function": (lambda m, x: nnx.merge(*nnx.split(m))(x), ONCE),
+    "of a copy": (lambda m, x: nnx.merge(*nnx.split(nnx.merge(*nnx.split(m))))(x), ONCE),
+    "of a view": (lambda m, x: nnx.merge(*nnx.split(nnx.view(m)))(x), ONCE),
+    "several": (merged_twice, {path: (x, 2 * x) for path, (x,) in ONCE.items()}),
+    "of parts of equal structure": (merged_parts, ONCE),
+    "by graphdef": (lambda m, x: nnx.merge(nnx.graphdef(m), nnx.state(m))(x), ONCE),
+    "after the model itself": (
+        lambda m, x: (m(x), nnx.merge(*nnx.split(m))(x)),
+        {k: (*v, *v) for k, v in ONCE.items()},
+    ),
+    "jit": (merged_in(nnx.jit), ONCE),
+    "remat": (merged_in(nnx.remat), ONCE),
+    "lift": (merged_in(nnx.lift(jax.checkpoint)), ONCE),
+    "grad": (merged_in(lambda f: nnx.grad(lambda state, x: f(state, x).sum())), ONCE),
+    "vjp": (merged_in(lambda f: lambda state, x: nnx.vjp(f, state, x)[0]), ONCE),
+    "vmap": (merged_in(lambda f: nnx.vmap(f, in_axes=(None, 0))), ONCE),
+    "vmap over keys": (lambda m, x: nnx.vmap(lambda x: nnx.merge(*nnx.split(m))(x))(x), ONCE),
+    "vmap of a jit": (merged_in(lambda f: nnx.vmap(nnx.jit(f), in_axes=(None, 0))), ONCE),
+    "vmap of a grad": (merged_in(lambda f: nnx.vmap(nnx.grad(f), in_axes=(None, 0))), ONCE),
+    "vmap of a vmap": (
+        lambda m, x: merged_in(nested)(m, jnp.stack([x, x])),
+        {path: (jnp.stack([x, x]),) for path, (x,) in ONCE.items()},
+    ),
+    "scan": (
+        lambda m, x: merged_in(lambda f: lambda state, x: nnx.scan(lambda c, x: (c, f(state, x)))(jnp.zeros(()), x))(
+            m, x
+        ),
+        ONCE,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COPIES)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jitted"])
+def test_copies_made_by_merge_record_in_the_captured_model(case, compiled):
+    """In a transform, too: as what the model itself would record there."""
+    call, expected = COPIES[case]
+    model = Pair()
+    captured = nnx.capture(call, nnx.Intermediate)
+    _, recorded = (nnx.jit(captured) if compiled else captured)(model, X3)
+    found = dict(recorded.flat_state())
+    assert found.keys() == expected.keys()
+    for path, values in expected.items():
+        assert jax.tree.map(jnp.shape, found[path].value) == jax.tree.map(jnp.shape, values)
+        assert jax.tree.all(jax.tree.map(jnp.allclose, found[path].value, values))
+    assert set(vars(model)) == {"a", "b"}
+    assert set(vars(model.a)) == {"w"}
+
+
+def test_copies_with_the_variables_of_the_model():
+    """As code for flax.nnx makes them, where a State has the Variables of the model."""
+
+    def call(model, x):
+        graphdef, state = compat.split(model)
+        return nnx.vmap(lambda state, x: compat.merge(graphdef, state)(x), in_axes=(None, 0))(state, x)
+
+    _, recorded = nnx.capture(call, nnx.Intermediate)(Pair(), X3)
+    assert recorded.a.seen.value[0].shape == (3,)
+
+
+def test_what_other_modules_record_is_dropped_with_a_warning():
+    """Such as a copy of what was split before, or one in a transform of raw JAX."""
+    model = Pair()
+    graphdef, state = nnx.split(model)
+    before = nnx.capture(lambda model, x: nnx.merge(graphdef, state)(x), nnx.Intermediate)
+
+    @nnx.capture(nnx.Intermediate)
+    def raw(model, x):
+        graphdef, state = nnx.split(model)
+        return jax.vmap(lambda x: nnx.merge(graphdef, state)(x))(x)
+
+    for captured in before, raw:
+        with pytest.warns(UserWarning, match=r"found nothing in the Pair: .* split before the capture") as caught:
+            out, recorded = captured(model, X3)
+        assert [warning.filename for warning in caught] == [__file__]
+        assert (out.shape, list(recorded)) == ((3,), [])
+
+
+def test_a_transform_that_fails_records_nothing():
+    model, seen = Pair(), []
+
+    @nnx.capture(nnx.Intermediate)
+    def call(model, x):
+        def failing(x):
+            nnx.merge(*nnx.split(model))(x)
+            raise KeyError
+
+        with contextlib.suppress(KeyError):
+            nnx.vmap(failing)(x)
+        seen.append(model.a.__captures__)
+        return model(x)
+
+    _, recorded = call(model, X3)
+    assert [x.value for x in seen[0]] == [{}]
+    assert len(recorded.a.seen.value) == 1
+
+
+def test_what_is_recorded_so_far():
+    """``__captures__``: for each type a Variable with a dict by name; there is none outside of a capture."""
+
+    class Probe(nnx.Module):
+        def __call__(self, x):
+            found = [self.__captures__]
+            x = self.perturb("delta", x)
+            self.sow(nnx.Intermediate, "seen", x)
+            return [*found, self.__captures__]
+
+    model, kinds = Probe(), (nnx.Perturbation, nnx.Intermediate)  # of the second type, the first is a subclass
+    assert not hasattr(model, "__captures__")
+    (before, after), zeros, _ = nnx.capture(model, *kinds)(1.0)
+    assert [(type(x), x.value) for x in before] == [(kind, {}) for kind in kinds]
+    assert [(type(x), x.value) for x in after] == [(kinds[0], {"delta": 0.0}), (kinds[1], {"seen": (1.0,)})]
+    (before, _), _ = nnx.capture(model, nnx.Intermediate, init=zeros)(1.0)
+    assert [(type(x), x.value) for x in before] == [(kinds[1], {}), (kinds[0], {"delta": 0.0})]
+    assert not hasattr(model, "__captures__")
 
 
 @pytest.mark.parametrize("kinds", [(), (nnx.Intermediate,), (nnx.Perturbation,), (nnx.Perturbation, nnx.Intermediate)])

@@ -878,7 +878,7 @@ def test_donation_of_a_shared_object():
     model = Net()
     with pytest.raises(
         errors.AliasingError,
-        match=r"are one Cache: args\[0\]\.layers\[0\]\.calls: .*, donated, but args\[1\]\[0\]\.calls: .*, not donated\.",
+        match=r"are one Cache: args\[0\]\.layers\[0\]\.calls: .*, donated, but args\[1\]\[0\]\.calls: .*, not donated",
     ):
         nnx.jit(lambda a, b: None, donate_argnums=0)(model, nnx.List([model.layers[0]]))
     assert_same(model, Net())
