@@ -58,10 +58,11 @@ class _Paths:
 class Collector:
     """What an ``nnx.capture`` takes out: Variables of these types. Counts how many recordings are made meanwhile."""
 
-    __slots__ = ("_numbers", "count", "numbered", "splits", "types")
+    __slots__ = ("_numbers", "built", "count", "numbered", "splits", "types")
 
     def __init__(self, types: tuple[type, ...]):
         self.types, self.count = types, 0
+        self.built: dict[int, Any] = {}  # by id of a live object, the object that the capture has built from it
         self.splits: list[tuple[Any, Sequence[Any]]] = []  # GraphDefs, and the objects that were split
         self.numbered: list[Any] = []  # nodes of which copies have recorded something, see `number_of`
         self._numbers: dict[int, int] = {}

@@ -214,6 +214,12 @@ def recorded_types() -> tuple[type, ...]:
     return () if collector is None else collector.types
 
 
+def recorder_for(x: Any) -> Any:
+    """Within a capture, what records for an object: for a live one, which closures may find, what was built from it."""
+    collector = current_collector()
+    return x if collector is None else collector.built.get(id(x), x)
+
+
 def note_copies(originals: Sequence[Any], copies: Sequence[Any]) -> None:
     """Within a capture, note objects that are copies of others: what nodes among them record goes to the originals."""
     listener = _active.listener

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from .annotations import signature_as_text, signature_of
-from .calls import current_collector, observed, recorded_types
+from .calls import current_collector, observed, recorded_types, recorder_for
 from .containers import MODULE_METHODS, Dict, List, holds_data
 from .errors import ArgumentError, Path, UsageError, accepts, describe, describe_nested, did_you_mean
 from .filters import Filter, to_predicate
@@ -200,10 +200,11 @@ class Module(Pytree, metaclass=ModuleMeta):
         kind = _variable_type(variable_type)
         if not _records(kind, capture_noop):
             return False
-        name = attribute_for(self, name)
-        found = self._recorded(name, kind)
+        node = recorder_for(self)
+        name = attribute_for(node, name)
+        found = _recorded(node, name, kind)
         if found is None:
-            record(self, name, kind(reduce_fn(init_fn(), value)), appends=reduce_fn is _append and init_fn is tuple)
+            record(node, name, kind(reduce_fn(init_fn(), value)), appends=reduce_fn is _append and init_fn is tuple)
         else:
             found.set_value(reduce_fn(found.get_value(), value))
         return True
@@ -230,13 +231,14 @@ class Module(Pytree, metaclass=ModuleMeta):
         Raises:
           ValueError: when the attribute exists and is something else, or was made for other shapes.
         """
-        kind, name = _variable_type(variable_type), attribute_for(self, name)
-        found = self._recorded(name, kind)
+        kind, node = _variable_type(variable_type), recorder_for(self)
+        name = attribute_for(node, name)
+        found = _recorded(node, name, kind)
         if found is None and not _records(kind, capture_noop):
             return value
         if found is None:
             found = kind(jax.tree.map(jnp.zeros_like, value))
-            record(self, name, found)
+            record(node, name, found)
         zeros = found.get_value()
         if not _keeps_shapes(value, zeros):
             raise UsageError(
@@ -245,22 +247,13 @@ class Module(Pytree, metaclass=ModuleMeta):
             )
         return jax.tree.map(jnp.add, value, zeros)
 
-    def _recorded(self, name: str, kind: type[Variable]) -> Variable | None:
-        found = self._nnx_contents().get(name)
-        if found is not None and type(found) is not kind:
-            expected = f"of type {kind.__name__}" if isinstance(found, Variable) else "a Variable"
-            raise UsageError(
-                f"Expected the attribute {name!r} of {type(self).__name__} to be {expected}, got "
-                f"{type(found).__name__}; choose another name to record under."
-            )
-        return found
-
     @property
     def __captures__(self) -> tuple[Variable, ...]:
         """Within an ``nnx.capture`` what is recorded here so far: for each type a Variable of a dict, by name."""
         if current_collector() is None:
             raise AttributeError(f"{type(self).__name__} has no attribute '__captures__' outside of nnx.capture")
-        found = [(recorded_name(name), self._nnx_contents()[name]) for name in recorded_in(self)]
+        node = recorder_for(self)
+        found = [(recorded_name(name), node._nnx_contents()[name]) for name in recorded_in(node)]
         kinds = dict.fromkeys((*recorded_types(), *[type(x) for _, x in found]))
         return tuple([kind({name: x.get_raw_value() for name, x in found if type(x) is kind}) for kind in kinds])
 
@@ -328,6 +321,18 @@ def _variable_type(name_or_type: type[Variable] | str) -> type[Variable]:
     if isinstance(name_or_type, str):
         return variable_type_from_name(name_or_type, allow_register=True)
     return name_or_type
+
+
+def _recorded(node: Any, name: str, kind: type[Variable]) -> Variable | None:
+    """The recording under a name, if there is one."""
+    found = node._nnx_contents().get(name)
+    if found is not None and type(found) is not kind:
+        expected = f"of type {kind.__name__}" if isinstance(found, Variable) else "a Variable"
+        raise UsageError(
+            f"Expected the attribute {name!r} of {type(node).__name__} to be {expected}, got "
+            f"{type(found).__name__}; choose another name to record under."
+        )
+    return found
 
 
 def _records(kind: type[Variable], only_in_capture: bool | None) -> bool:

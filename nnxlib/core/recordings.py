@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from .call_paths import Listener
-from .calls import current_collector, current_listener, recorded_types
+from .calls import current_collector, current_listener, recorded_types, recorder_for
 from .errors import UsageError
 from .finding import reachable
 from .objects import Node, Pytree, check_writable, class_attribute, refill, set_marked
@@ -143,6 +143,7 @@ def bring_back(listener: Listener) -> None:
 
 def _give(listener: Listener, original: Node, name: str, variable: Variable, appends: bool) -> None:
     """Record what a copy has recorded in its original; in the carrier, if the original is not of the running trace."""
+    original = recorder_for(original)
     if original._nnx_trace is not current_trace():
         if listener.carrier is None or listener.collector is None:
             return

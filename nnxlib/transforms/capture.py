@@ -115,6 +115,8 @@ def capture(
             module: Any = _first_module(inner)
             earlier = take_out(inner, is_asked)
             listener: Any = current_listener()  # of this crossing
+            live = zip(packed.objects, listener.objects, strict=True)
+            collector.built.update((id(x), fresh) for x, fresh in live if fresh is not x)
             follower = None if method_outputs is None else _Recorder(method_outputs, only, listener.path_of(module))
 
             def call() -> tuple[Any, ...]:

@@ -936,6 +936,29 @@ def test_copies_made_by_merge_record_in_the_captured_model(case, compiled):
     assert set(vars(model.a)) == {"w"}
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda live, x: live(x),
+        lambda live, x: nnx.view(live)(x),
+        lambda live, x: nnx.merge(*nnx.split(live))(x),
+        merged_in(lambda f: nnx.vmap(f, in_axes=(None, 0))),
+    ],
+)
+def test_a_method_that_refers_to_its_object_by_another_name(call):
+    """The live object: what it records, or a copy of it, is that of the captured one; it is left as it was."""
+
+    class Live(Pair):
+        def other(self, x):
+            return call(live, x)
+
+    live = Live()
+    for _ in range(2):
+        _, recorded = nnx.capture(live.other, nnx.Intermediate)(X3)
+        assert [value.tolist() for value in recorded.b.seen.value] == [[0.0, 2.0, 4.0]]
+        assert set(vars(live.a)) == {"w"}
+
+
 def test_copies_with_the_variables_of_the_model():
     """As code for flax.nnx makes them, where a State has the Variables of the model."""
 
