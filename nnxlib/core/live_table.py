@@ -45,9 +45,9 @@ class LiveTable:
     objects: list[Any]  # by row; None in place of the root
     index: dict[int, int]  # id of an object -> its row
     cells: list[Cell]  # of all Variables, in row order
-    # (container, key, None) for each array in a field of a node; with a Flattened for a pytree there that has arrays.
-    arrays: list[tuple[Any, Any, Flattened | None]]
-    array_rows: list[int]  # the row of the node that holds each of these arrays
+    # (row of a node, container, key, None) for each array in a field of the node; with a Flattened for a pytree there.
+    arrays: list[tuple[int, Any, Any, Flattened | None]]
+    array_rows: list[int]  # the row of the node that holds each array; a pytree may have several
     snapshot: list[Any] | None  # the leaves, if `stamp` and `mutable` do not reveal every change: it is used only once
     next_check: int  # the number of the use at which the table is next compared with the object
     until_check: int  # how many uses are left up to that one
@@ -80,7 +80,7 @@ class LiveTable:
     def array_values(self) -> list[Any]:
         """The arrays that nodes hold."""
         found = []
-        for container, key, tree in self.arrays:
+        for _, container, key, tree in self.arrays:
             if tree is None:
                 found.append(container[key])
             else:

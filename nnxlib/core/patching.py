@@ -169,10 +169,9 @@ def _adopt(table: LiveTable, i: int, new: Any) -> bool:
         if j in walk.cells:
             table.cells[bisect.bisect_left(layout.variables, j)] = walk.cells[j]
     if any(walk.arrays.values()):
-        for k, j in enumerate(table.array_rows):
+        for k, (j, _, name, tree) in enumerate(table.arrays):
             if j in places:
-                _, name, tree = table.arrays[k]
-                table.arrays[k] = holder_of(objects[j], name), name, tree
+                table.arrays[k] = j, holder_of(objects[j], name), name, tree
     return True
 
 

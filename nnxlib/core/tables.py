@@ -141,7 +141,7 @@ def _find_arrays(table: LiveTable, walk: Walk, rows: Sequence[Row], root: Any) -
             if tree is not None:
                 walk.foreign.flattened.append(tree)
             if count := count_leaves(field):
-                table.arrays.append((container, name, tree))
+                table.arrays.append((i, container, name, tree))
                 table.array_rows += [i] * count
 
 

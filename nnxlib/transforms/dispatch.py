@@ -355,7 +355,7 @@ class CacheEntry:
             _of_each_table(writes.cells, [table.cells for table in tables]),
             strict=True,
         ):
-            keep(table.shortcuts, site, Part(shortcut, index, inputs, [array[:2] for array in arrays], outputs))
+            keep(table.shortcuts, site, Part(shortcut, index, inputs, [array[1:3] for array in arrays], outputs))
 
     def _reads_of(self, compiled: Compiled) -> _Reads:
         both = [*self._cells, *self._arrays]

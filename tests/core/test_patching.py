@@ -1,6 +1,7 @@
 """Patching: a table that is brought up to date after a small change, and the changes after which it cannot be."""
 
 import gc
+import operator
 import threading
 import weakref
 
@@ -66,6 +67,30 @@ def test_a_part_that_came_with_a_change_that_could_not_be_patched():
         part.n = n
         assert (jitted(m) == n).all()
         assert table_of(m).layout is pack(m).layout
+
+
+class Scale(nnx.Module):
+    """An array that is an attribute itself."""
+
+    def __init__(self, x):
+        self.x = jnp.float32(x)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_arrays_of_a_layer_that_is_exchanged_beside_a_pytree_of_arrays(count):
+    """They are those of the new one, however many arrays the pytree has."""
+    m = Net()
+    m.a_pytree = tuple([jnp.float32(k) for k in range(count)])
+    m.scales = [Scale(1), Scale(2), Scale(3)]
+    jitted = nnx.jit(lambda m: [scale.x for scale in m.scales])
+    table = table_of(m)
+    for k, new in (0, 4), (2, 5), (1, 6), (0, 7):
+        for _ in range(3):
+            assert jitted(m) == [scale.x for scale in m.scales]
+        m.scales[k] = Scale(new)
+        assert jitted(m) == [scale.x for scale in m.scales]
+        assert table_of(m) is table
+        assert all(map(operator.is_, table.leaves(), pack(m).leaves))
 
 
 def test_patching_costs_what_has_changed(unchecked):
