@@ -251,9 +251,13 @@ def attach_none_then_array(scene: Scene, i: int, j: int, k: int) -> None:
 @step
 def shift_attribute(scene: Scene, i: int, j: int, k: int) -> None:
     if (node := scene.node(i, lambda x: any(map(is_array, held(x))))) is not None:
-        for key in places(node):
-            if is_array(get(node, key)) and is_number(get(node, key)):
-                assign(node, key, get(node, key) + k)
+        shift_arrays(node, k)
+
+
+def shift_arrays(node: Any, by: int) -> None:
+    for key in places(node):
+        if is_array(get(node, key)) and is_number(get(node, key)):
+            assign(node, key, get(node, key) + by)
 
 
 @step
@@ -298,6 +302,21 @@ def swap(scene: Scene, i: int, j: int, k: int) -> None:
         x, y = get(a, key), get(b, other)
         assign(a, key, y)
         assign(b, other, x)
+
+
+@step
+def exchange(scene: Scene, i: int, j: int, k: int) -> None:
+    """Another object of the same structure takes the place of one."""
+    node = scene.node(i, lambda x: any(map(is_object, held(x))))
+    if node is not None:
+        keys = [key for key in places(node) if is_object(get(node, key))]
+        made = nnx.clone(get(node, keys[k % len(keys)]))
+        for x in objects_in((made,)):
+            if isinstance(x, nnx.Variable):
+                x.value = shifted(x.value, j)
+            else:
+                shift_arrays(x, j)
+        assign(node, keys[k % len(keys)], made)
 
 
 @step
