@@ -29,8 +29,13 @@ class Box:
     x: Any
 
 
+class Scale(nnx.Module):
+    def __init__(self, seed):
+        self.array = jnp.float32(1 + seed)
+
+
 class Layer(nnx.Module):
-    """Has a part of each kind; arrays also in a tuple, in a dict with a list, and in a dataclass."""
+    """Has a part of each kind; arrays also as attributes, in a tuple, in a dict with a list, and in a dataclass."""
 
     def __init__(self, seed):
         self.weight = nnx.Param(jnp.float32(1 + seed))
@@ -41,10 +46,11 @@ class Layer(nnx.Module):
         self.pair = (jnp.float32(seed), "x")
         self.table = nnx.data({"a": jnp.float32(seed), "b": [jnp.float32(1)]})
         self.box = Box(jnp.float32(2))
+        self.scale, self.array = Scale(seed), jnp.float32(2)
 
 
 def read(layers, i, x):
-    return layers[i].weight.value * x * layers[i].flag
+    return layers[i].weight.value * x * layers[i].flag * layers[i].scale.array + layers[i].array
 
 
 def add(layers, i, x):
@@ -101,6 +107,9 @@ CHANGES = {
     "shared": lambda layers, i, j: setattr(layers[i], "other", layers[j].weight),
     "alone": lambda layers, i, j: setattr(layers[i], "other", None),
     "module": lambda layers, i, j: layers.__setitem__(i, Layer(j)),
+    "a part": lambda layers, i, j: setattr(layers[i], "scale", Scale(j)),
+    "a part of another structure": lambda layers, i, j: setattr(layers[i].scale, "n", j),
+    "array": lambda layers, i, j: setattr(layers[i], "array", jnp.float32(j)),
     "flag": lambda layers, i, j: setattr(layers[i], "flag", float(j)),
     "value": lambda layers, i, j: setattr(layers[i].weight, "value", jnp.float32(j)),
     "through vars": lambda layers, i, j: vars(layers[i]).update(weight=nnx.Param(jnp.float32(j))),
