@@ -293,4 +293,7 @@ def describe_spec(spec: Spec | None, layout: Layout) -> str:
 
 def _another(spec: Spec) -> str:
     """The text for a value that differs from another one with the same text."""
-    return f"another {type(spec.value).__name__ if isinstance(spec, Const) else 'structure'}"
+    return f"{ANOTHER} {type(spec.value).__name__ if isinstance(spec, Const) else 'structure'}"
+
+
+ANOTHER = "another"  # how that text begins

@@ -21,7 +21,7 @@ import jax
 
 from ..core.differences import Difference, as_change
 from ..core.errors import RetraceWarning, format_path, listed
-from ..core.graphdef import structural_differences
+from ..core.graphdef import ANOTHER, structural_differences
 from ..core.inputs import ABSENT
 from ..core.layout import Layout
 from ..core.reprs import static_repr
@@ -78,8 +78,10 @@ class Traces:
         grown = [x for x in found if x.kind == "added" or x.path in longer]
         values = [x for x in found if any(not isinstance(t, AbstractValue) for t in last.types.get(x.path, ()))]
         arrays = [x for x in found if x.path in last.types and x not in grown + values]
-        others = len(found) - len(grown) - len(arrays) - len(values)
-        needed = [(_GROWS, grown), (_COMPUTE, values), (_PAD, arrays), (_KEEP, others)]
+        others = [x for x in found if x not in grown + values + arrays]
+        alike = [x for x in others if x.after.startswith(ANOTHER)]
+        kept = len(others) > len(alike)
+        needed = [(_GROWS, grown), (_COMPUTE, values), (_PAD, arrays), (_ONCE, alike), (_KEEP, kept)]
         remedy = " ".join([text for text, of in needed if of])
         return listed(_EACH_CALL.format(name=self.name, count=_IN_A_ROW), list(map(_line, found)), remedy)
 
@@ -107,6 +109,9 @@ nothing in the arguments: a setting of JAX (its configuration, the mesh, the def
 argument, or what the function captures."""
 
 _EACH_CALL = "{name} was traced and compiled anew in each of its last {count} calls, each time because of"
+_ONCE = """\
+What only looks the same, such as what optax.adam or another function that makes functions returns each time, is \
+another program: make it once, and use it in each call."""
 _KEEP = "Keep what changes from call to call in an array or a Variable, which are not part of the program."
 _GROWS = """\
 What grows is another program each time: take it out after each call (nnx.pop(model, nnx.Intermediate) for what sow \

@@ -5,6 +5,7 @@ import re
 import warnings
 
 import jax.numpy as jnp
+import optax
 import pytest
 
 import nnxlib as nnx
@@ -149,6 +150,22 @@ def test_a_captured_value_that_changes_at_each_call_is_warned_of(values):
     setting.value = values[8]
     with pytest.warns(RetraceWarning, match=rf"captured\[0\]: {values[7]!r} became .*\nA bool, .* in place of `if`\.$"):
         f(1.0)
+
+
+def test_an_object_that_is_made_anew_for_each_call_is_warned_of():
+    """Two optax transformations are never equal; another change has its own remedy."""
+    model, step = Net(), nnx.jit(lambda model, optimizer: optimizer.update(model, nnx.pure(nnx.state(model))))
+    for n in range(8):
+        model.flag = n
+        step(model, nnx.Optimizer(model, optax.sgd(0.1)))
+    made = r"args\[1\]\.tx: .* became another GradientTransformation.*\nWhat only looks the same, .* make it once, .*"
+    model.flag = 8
+    with pytest.warns(RetraceWarning, match=rf"{made} Keep what changes .*$"):
+        step(model, nnx.Optimizer(model, optax.sgd(0.1)))
+    for _ in range(7):
+        step(model, nnx.Optimizer(model, optax.sgd(0.1)))
+    with pytest.warns(RetraceWarning, match=rf"{made} use it in each call\.$"):
+        step(model, nnx.Optimizer(model, optax.sgd(0.1)))
 
 
 @pytest.mark.parametrize("how", ["sow", "list", "dict"])
