@@ -7,6 +7,7 @@ arguments or the output, with a State by path in place of each node. :class:`Tan
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -301,8 +302,26 @@ def _below(nested: Any, path: tuple) -> Any:
 def _fold(layout: Layout, spec: Spec, value: Any) -> Any:
     """The pytree for ``spec``; ``value`` is what the nested State has at its path, or None."""
     if isinstance(spec, Tree):
-        return spec.treedef.unflatten([_fold(layout, child, _below(value, path)) for path, child in spec.at(())])
+        return _unflatten(spec.treedef, [_fold(layout, child, _below(value, path)) for path, child in spec.at(())])
     return State({}) if isinstance(spec, Ref) and value is None else value
+
+
+def _unflatten(treedef: Any, leaves: list[Any]) -> Any:
+    """As ``treedef.unflatten(leaves)``, but an object in which all is None is None itself: its class may refuse that."""
+    if not any(x is None for x in leaves):
+        return treedef.unflatten(leaves)
+    node, below = treedef.node_data(), treedef.children()
+    if node is None:
+        return leaves[0]
+    if not issubclass(node[0], tuple | list | dict):
+        return None if all(x is None for x in leaves) else treedef.unflatten(leaves)
+    rest = iter(leaves)
+    parts = [_unflatten(child, list(itertools.islice(rest, child.num_leaves))) for child in below]
+    level = treedef.from_node_data_and_children(jtu.default_registry, node, [_LEAF] * len(below))
+    return level.unflatten(parts)
+
+
+_LEAF = jtu.tree_structure(0)
 
 
 def _unfold(layout: Layout, spec: Spec, path: tuple, tree: Any, name: str) -> Iterator[tuple[tuple, Any]]:

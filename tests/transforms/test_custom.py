@@ -212,6 +212,36 @@ def test_none_for_a_part_of_an_argument():
         assert of_tree["b"] == b
 
 
+def test_a_class_that_refuses_none_in_an_argument():
+    """The gradient of an array that is no Variable is None as the function leaves it; there is no object with it."""
+
+    @jax.tree_util.register_pytree_node_class
+    class Cell:
+        def __init__(self, size):
+            assert size is not None
+            self.size = size
+
+        def tree_flatten(self):
+            return (self.size,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls(*children)
+
+    seen = []
+
+    def backward(sizes, g):
+        seen.append(g[0])
+        return nnx.State({"x": 2 * g[1]}), {"a": Cell(3 * g[1]), "b": (None, Cell(4 * g[1]))}
+
+    f = nnx.custom_vjp(lambda m, tree: m.x * tree["a"].size * tree["b"][1].size)
+    f.defvjp(lambda m, tree: (f(m, tree), None), backward)
+    of_m, of_tree = nnx.grad(f, argnums=(0, 1))(Net(), {"a": Cell(A), "b": (A, Cell(A))})
+    assert seen[0][1] == {"a": None, "b": (None, None)}
+    assert_close(of_m, {"x": 2.0, "y": 0.0})
+    assert (of_tree["a"].size, of_tree["b"][0], of_tree["b"][1].size) == (3.0, 0.0, 4.0)
+
+
 def test_gradients_of_what_changed():
     """What the function writes has its gradient in that of the argument; what it leaves alone is used as it was."""
 
