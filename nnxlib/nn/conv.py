@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from .settings import (
     drawn,
     frozen,
     given,
+    is_size,
     value_or_none,
 )
 
@@ -81,9 +82,9 @@ def canonicalize_padding(padding: Padding, rank: int) -> str | tuple[tuple[int, 
     if isinstance(padding, int | np.integer):
         return ((int(padding), int(padding)),) * rank
     if isinstance(padding, Sequence) and not isinstance(padding, str) and len(padding) == rank:
-        pairs = tuple([(p, p) if isinstance(p, int | np.integer) else tuple(p) for p in padding])
-        if all(len(pair) == 2 for pair in pairs):
-            return pairs  # type: ignore[return-value]  # of length 2, as just checked
+        pairs = [(p, p) if isinstance(p, int | np.integer) else p for p in padding]
+        if all(isinstance(pair, Iterable) for pair in pairs) and {len(tuple(pair)) for pair in pairs} <= {2}:
+            return tuple(map(tuple, pairs))
     raise UsageError(
         f"Invalid padding format: {padding!r}, should be one of {', '.join(_NAMED)}, an int, or a sequence of len "
         f"{rank} where each element is an int or pair of ints."
@@ -92,10 +93,22 @@ def canonicalize_padding(padding: Padding, rank: int) -> str | tuple[tuple[int, 
 
 def _per_axis(name: str, x: Sizes, rank: int) -> tuple[int, ...]:
     """The setting of this name for each spatial axis."""
-    sizes = (1 if x is None else x,) * rank if x is None or isinstance(x, int | np.integer) else tuple(x)
-    if len(sizes) != rank or min(sizes, default=1) < 1:
+    if x is None:
+        return (1,) * rank
+    sizes = tuple(x) if isinstance(x, Iterable) else (x,) * rank
+    if len(sizes) != rank or not all(map(is_size, sizes)):
         raise UsageError(
             f"{name} has to be one positive number, or {rank} of them, one for each spatial axis, but is {x}."
+        )
+    return sizes
+
+
+def _extents(kernel_size: int | Sequence[int]) -> tuple[int, ...]:
+    """The extent of a kernel along each spatial axis; what is no integer is refused with the shape of the kernel."""
+    sizes = None if kernel_size is None else as_tuple(kernel_size)
+    if sizes is None or any(isinstance(size, int | np.integer) and size < 1 for size in sizes):
+        raise UsageError(
+            f"kernel_size is a positive integer for each spatial axis, such as (3, 3) for images, but is {kernel_size}."
         )
     return sizes
 
@@ -213,7 +226,7 @@ class Conv(Module):
         bias_metadata: Metadata = NO_METADATA,
     ):
         check_sizes(in_features=in_features, out_features=out_features, feature_group_count=feature_group_count)
-        kernel_size = as_tuple(kernel_size)
+        kernel_size = _extents(kernel_size)
         if in_features % feature_group_count or out_features % feature_group_count:
             raise UsageError(
                 f"feature_group_count={feature_group_count} has to divide in_features={in_features} and "
@@ -340,7 +353,7 @@ class ConvTranspose(Module):
         bias_metadata: Metadata = NO_METADATA,
     ):
         channels = (out_features, in_features) if transpose_kernel else (in_features, out_features)
-        self.kernel_size = as_tuple(kernel_size)
+        self.kernel_size = _extents(kernel_size)
         self.kernel_shape = (*self.kernel_size, *channels)
         self.kernel = Param(drawn(kernel_init, rngs, self.kernel_shape, param_dtype), **kernel_metadata)
         self.bias = Param(drawn(bias_init, rngs, (out_features,), param_dtype), **bias_metadata) if use_bias else None

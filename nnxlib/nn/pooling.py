@@ -18,6 +18,7 @@ from ..core.errors import ArgumentError, UsageError
 from ..core.formulas import step
 from ..core.tracing import boundary
 from .dtypes import Array, at_least_float32, is_inexact
+from .settings import is_size
 
 Padding = str | int | Sequence[int | tuple[int, int]]
 
@@ -66,10 +67,10 @@ def _window(
             f"window_shape has a size for each spatial axis, such as (2, 2) for images, but is {window_shape!r}."
         )
     spatial = tuple(window_shape)
-    if not all(map(_is_size, spatial)):
+    if not all(map(is_size, spatial)):
         raise UsageError(f"window_shape has a positive integer for each spatial axis, but is {spatial}.")
     strides = 1 if strides is None else strides
-    if isinstance(strides, str | float):
+    if isinstance(strides, str) or not isinstance(strides, Iterable | int | np.integer):
         raise ArgumentError(f"strides has a step for each spatial axis, or is one for all, but is {strides!r}.")
     steps = (strides,) * len(spatial) if isinstance(strides, int | np.integer) else tuple(strides)
     batch = len(shape) - len(spatial) - 1
@@ -79,7 +80,7 @@ def _window(
         )
     if len(steps) != len(spatial):
         raise UsageError(f"strides {steps} and window_shape {spatial} must have the same length.")
-    if not all(map(_is_size, steps)):
+    if not all(map(is_size, steps)):
         raise UsageError(f"strides has a positive integer for each spatial axis, or one for all, but is {strides}.")
     ones = (1,) * batch
     window, steps = (*ones, *spatial, 1), (*ones, *steps, 1)
@@ -87,6 +88,8 @@ def _window(
         if padding.upper() not in _NAMED:
             raise UsageError(f"padding has to be one of {', '.join(_NAMED)}, or numbers, but is {padding!r}.")
         return window, steps, padding
+    if not isinstance(padding, Iterable | int | np.integer):
+        raise ArgumentError(f"padding has to be one of {', '.join(_NAMED)}, or numbers, but is {padding!r}.")
     each = (padding,) * len(spatial) if isinstance(padding, int | np.integer) else tuple(padding)
     pairs = [(p, p) if isinstance(p, int | np.integer) else p for p in each]
     if len(pairs) != len(spatial) or not all(isinstance(p, Sequence) and len(p) == 2 for p in pairs):
@@ -95,11 +98,6 @@ def _window(
 
 
 _NAMED = ("SAME", "VALID", "SAME_LOWER")
-
-
-def _is_size(x: Any) -> bool:
-    """Whether this is a positive integer, which may be symbolic."""
-    return not isinstance(x, float | np.floating) and x > 0
 
 
 @step("window", "strides", "padding")

@@ -113,6 +113,14 @@ def check_sizes(**sizes: Any) -> None:
             raise ArgumentError(f"{name} is an integer, but got {size!r}, which is a {type(size).__name__}.")
 
 
+def is_size(x: Any) -> bool:
+    """Whether this is a positive integer, which may be symbolic."""
+    try:
+        return not isinstance(x, float | np.floating) and bool(x > 0)
+    except (TypeError, ValueError):  # of text and None, and of an array of several
+        return False
+
+
 _NO_SIZE = """\
 A parameter cannot have the shape {shape}: sizes are integers, but {size} is a {kind}. A quotient of sizes is an \
 integer if it is written d // 2."""

@@ -307,7 +307,7 @@ def _fold(layout: Layout, spec: Spec, value: Any) -> Any:
 
 
 def _unflatten(treedef: Any, leaves: list[Any]) -> Any:
-    """As ``treedef.unflatten(leaves)``, but an object in which all is None is None itself: its class may refuse that."""
+    """As ``treedef.unflatten(leaves)``, but an object that would hold only None is None: its class may refuse that."""
     if not any(x is None for x in leaves):
         return treedef.unflatten(leaves)
     node, below = treedef.node_data(), treedef.children()

@@ -221,7 +221,7 @@ def test_paddings_are_spelled_out():
     assert canonicalize_padding("valid", 1) == "VALID"
     assert canonicalize_padding(np.int64(2), 2) == ((2, 2), (2, 2))
     assert canonicalize_padding([1, (0, 2)], 2) == ((1, 1), (0, 2))
-    for wrong in ("FULL", (1, 2, 3), [(1, 2, 3), 1], None, 1.5):
+    for wrong in ("FULL", (1, 2, 3), [(1, 2, 3), 1], [None, 1], None, 1.5):
         with pytest.raises(ValueError, match=r"Invalid padding format.*SAME"):
             canonicalize_padding(wrong, 2)
     for padding in ("CAUSAL", "REFLECT"):
@@ -289,10 +289,26 @@ def test_published_code_computes_a_convolution_with_the_axes_that_the_layer_uses
 
 @pytest.mark.parametrize("layer", [nnx.Conv, nnx.ConvTranspose])
 @pytest.mark.parametrize(
-    "setting", [{"strides": 0}, {"strides": (2,)}, {"kernel_dilation": (1, 2, 3)}, {"strides": (1, -1)}]
+    "setting",
+    [
+        {"strides": 0},
+        {"strides": (2,)},
+        {"kernel_dilation": (1, 2, 3)},
+        {"strides": (1, -1)},
+        {"strides": 1.5},
+        {"strides": (None, 1)},
+        {"kernel_dilation": (1.0, 2)},
+    ],
 )
 def test_a_setting_that_does_not_fit_the_spatial_axes_is_named(layer, setting):
     conv = layer(2, 3, (3, 3), **setting, rngs=nnx.Rngs(0))
     (name,) = setting
     with pytest.raises(ValueError, match=f"{name} has to be one positive number, or 2 of them, .*, but is"):
         conv(jnp.ones((1, 5, 5, 2)))
+
+
+@pytest.mark.parametrize("layer", [nnx.Conv, nnx.ConvTranspose])
+@pytest.mark.parametrize("size", [None, 0, (3, 0)])
+def test_a_kernel_without_extent_is_refused(layer, size):
+    with pytest.raises(ValueError, match=r"kernel_size is a positive integer for each spatial axis, .*but is"):
+        layer(2, 3, size, rngs=nnx.Rngs(0))

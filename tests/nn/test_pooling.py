@@ -124,12 +124,16 @@ def test_windows_that_do_not_fit_are_refused():
     for window in (2, None, "22"):
         with pytest.raises(TypeError, match=f"window_shape has a size for each spatial axis, .*but is {window!r}"):
             nnx.avg_pool(x, window)
-    with pytest.raises(TypeError, match=r"strides has a step for each spatial axis, .*but is 1.5"):
-        nnx.max_pool(x, (2, 2), 1.5)
-    for window in ((0, 2), (2.0, 2)):
+    for strides in (1.5, object()):
+        with pytest.raises(TypeError, match=r"strides has a step for each spatial axis, .*but is (1.5|<object)"):
+            nnx.max_pool(x, (2, 2), strides)
+    for padding in (None, 1.5):
+        with pytest.raises(TypeError, match=f"padding has to be one of SAME, VALID, .*, but is {padding}"):
+            nnx.max_pool(x, (2, 2), padding=padding)
+    for window in ((0, 2), (2.0, 2), (None, 2), ["a", "b"]):
         with pytest.raises(ValueError, match=r"window_shape has a positive integer for each spatial axis, but is \("):
             nnx.max_pool(x, window)
-    for strides in ((-1, 1), 0, (1.0, 2)):
+    for strides in ((-1, 1), 0, (1.0, 2), (None, 1)):
         with pytest.raises(ValueError, match=f"strides has a positive integer .*but is {re.escape(str(strides))}"):
             nnx.min_pool(x, (2, 2), strides)
 
