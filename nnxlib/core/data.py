@@ -138,25 +138,46 @@ def is_data(value: Any, /) -> bool:
 _PLAIN = {int, float, bool, str, bytes, type(None), type, types.FunctionType, complex}
 
 
-HIDING = frozenset({set, frozenset, collections.deque})  # types of containers in which no nodes are found
+# Types of containers in which no nodes are found, and of functions that may wrap one; nnx.jit adds its own.
+HIDING: set[type] = {set, frozenset, collections.deque, types.FunctionType, type(jax.jit(is_plain))}
 
 
 def warn_of_hidden(holder: Any, name: str, value: Any, marks: Mapping[Any, Any] | None) -> None:
-    """Warn of nodes and Variables in a container that is not searched for them: nothing else would tell.
+    """Warn of nodes and Variables where nnxlib does not search for them: nothing else would tell.
 
-    The ``marks`` of the holder say what was declared.
+    That is in a container, or in what a transform has made of a Module, or of its method. The ``marks`` of the holder
+    say what was declared.
 
     There is no warning for other objects that are not pytrees, such as a trainer: these may well refer to a Module.
     """
-    found = [type(item).__name__ for item in value if is_node(item)]
-    if found and explicit_mark(holder, name, marks) is None:
-        owner, kind = type(holder).__name__, type(value).__name__
-        warnings.warn(
-            f"{owner}.{name} is a {kind}, in which nnxlib does not find the {found[0]}: it is not trained, copied and "
-            f"saved with this {owner}. Use a list, a tuple or a dict; or, if that is meant, nnx.static({kind}(...)).",
-            UserWarning,
-            stacklevel=3,
-        )
+    if callable(value):
+        text, hidden = _MADE_OF, _wrapped(value)
+        # A step that is compiled for the Module itself is called by that one.
+        found = [] if hidden is holder and type(value) is not types.FunctionType else [hidden]
+    else:
+        text, found = _HELD, list(value)
+    kinds = [type(item).__name__ for item in found if is_node(item)]
+    if kinds and explicit_mark(holder, name, marks) is None:
+        where = {"owner": type(holder).__name__, "name": name, "kind": type(value).__name__}
+        warnings.warn(text.format(found=kinds[0], **where), UserWarning, stacklevel=3)
+
+
+def _wrapped(f: Any) -> Any:
+    """What a function was made of: a Module, also if it was made of its method; or another function, or None."""
+    while type(f) in HIDING:
+        f = getattr(f, "__wrapped__", None)
+    return f.__self__ if is_bound_method(f) else f
+
+
+_HELD = """\
+{owner}.{name} is a {kind}, in which nnxlib does not find the {found}: it is not trained, copied and saved with this \
+{owner}. Use a list, a tuple or a dict; or, if that is meant, nnx.static({kind}(...))."""
+
+_MADE_OF = """\
+{owner}.{name} was made by a transform of a {found} or its method, and nnxlib does not find the {found} in it. Copies \
+of this {owner}, such as nnx.grad, nnx.clone and nnx.merge make, call the original there, so gradients are zero. Keep \
+the {found} in an attribute, and transform it where it is called, as in nnx.remat(self.layer)(x); or, if that is \
+meant, write nnx.static(...)."""
 
 
 def is_data_part(value: Any) -> bool:

@@ -375,6 +375,10 @@ class HasAttributes(Node, HasDict):
             value = undeclared(value)
         kind = type(value)
         if (kind is list or kind is dict or kind is tuple) and not _has_setter(self, name):
+            held: Any = value
+            for key, item in held.items() if kind is dict else enumerate(held):
+                if type(item) in HIDING and explicit_mark(self, name, marks) is None:
+                    warn_of_hidden(self, f"{name}[{key!r}]", item, marks)
             stays = not self._nnx_is_pytree or (explicit_mark(self, name, marks) and holds_only_arrays(value))
             value = value if stays else adopt(value)
         elif kind in HIDING:

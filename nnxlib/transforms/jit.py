@@ -23,6 +23,7 @@ import jax
 from ..core.annotations import stand_for
 from ..core.calls import followed, following, observed
 from ..core.closures import CapturedObjects, Occupied, Watch, all_borrowed, call_lending, is_watched, wait_for_loans
+from ..core.data import HIDING
 from ..core.errors import ArgumentError
 from ..core.filters import looks_at_values
 from ..core.graph import Packed, commit, pack
@@ -464,6 +465,9 @@ class JitWrapped(Jitted, Generic[P, R]):
 _OTHER_PLACES = """\
 The function now refers to other objects, text or truth values than those, or the structure, that it was compiled for. \
 Lower and compile it again."""
+
+
+HIDING.add(JitWrapped)
 
 
 class _Label:  # no dataclass, whose making takes 1% of the time to import nnxlib; no tuple, which JAX would flatten

@@ -307,6 +307,48 @@ def test_a_module_where_it_is_not_found_is_a_warning(hold, make):
     assert nnx.state(m)
 
 
+@pytest.mark.parametrize(
+    "transform", [nnx.remat, nnx.vmap, nnx.grad, nnx.jit, jax.jit, jax.checkpoint, lambda f: nnx.jit(nnx.remat(f))]
+)
+def test_what_a_transform_has_made_of_a_module_is_a_warning(transform):
+    """Copies of the holder would call the original: no gradients, and no parameters if the layer itself is replaced."""
+    m = nnx.Module()
+    m.layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    made = transform(m.layer)
+    said = r"was made by a transform of a Linear or its method, and nnxlib does not find the Linear in it"
+    with pytest.warns(UserWarning, match=rf"Module\.layer {said}") as found:
+        m.layer = made
+    assert found[0].filename == __file__
+    for hold, name in ((lambda x: [x], r"\[0\]"), (lambda x: {"a": x}, r"\['a'\]"), (lambda x: (1, x), r"\[1\]")):
+        m = nnx.Module()
+        with pytest.warns(UserWarning, match=rf"Module\.layers{name} {said}"):
+            m.layers = hold(made)
+        m.layers = nnx.static(hold(made))
+        m.layers = hold(made)  # still declared static
+    m.layer = nnx.static(made)
+
+
+def test_functions_that_are_no_warning():
+    """Those that wrap no Module; methods, which are bound to the copy; and what is compiled for the Module itself."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+            self.method = self.layer.__call__
+            self.forward, self.jitted = nnx.jit(self.loss), jax.jit(self.loss)
+            self.made = [nnx.remat(jnp.sin), nnx.jit(lambda x: x), jax.nn.relu, nnx.jit(Model.loss)]
+
+        def loss(self, x):
+            return self.method(x).sum()
+
+    model = Model()
+    block = nnx.remat(model.loss)
+    with pytest.warns(UserWarning, match=r"Model\.block was made by a transform of a Model or its method"):
+        model.block = block
+    assert jnp.any(nnx.grad(lambda model: model.loss(jnp.ones(2)))(model).layer.kernel)
+    assert not jnp.any(nnx.grad(lambda model: model.block(jnp.ones(2)))(model).layer.kernel)
+
+
 def test_what_is_plain_at_a_glance():
     """Numbers, text and tuples of these; not arrays, nor what is registered as data, nor what may hold any."""
 
