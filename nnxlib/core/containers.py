@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any, Self, SupportsIndex, overload
 
 from .adopting import CONTAINERS, adopt, fill_adopted
+from .closures import Watch, notice
 from .data import data, declares, explicit_mark, is_data, mark_of, static, undeclared
 from .finding import reachable
 from .generics import A
@@ -302,6 +303,8 @@ class Dict(_Container, DictSlots[A], dict[str, A], Node):  # type: ignore[misc]
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override]  # vars() accepts any mapping; the items are the attributes
+        if Watch.all:
+            notice(self)
         return ItemView(self)
 
     def __dir__(self) -> list[str]:

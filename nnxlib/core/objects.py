@@ -353,6 +353,8 @@ class HasAttributes(Node, HasDict):
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override]  # vars() accepts any mapping
+        if Watch.all:
+            notice(self)
         return self._nnx_view(self)
 
     @__dict__.setter

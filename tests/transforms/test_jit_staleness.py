@@ -2089,6 +2089,25 @@ def test_another_attribute_is_gone_over():
     np.testing.assert_array_equal(jitted(1.0), [3, 3])
 
 
+@pytest.mark.parametrize("make", [lambda: nnx.Module(), lambda: nnx.Dict(a=1)])
+def test_attributes_that_code_of_other_files_looks_through(make):
+    """By ``vars``, behind two functions of other files; also if it finds neither a Variable nor a method to call."""
+    first, second, third = (types.ModuleType(name) for name in ("first", "second", "third"))
+    exec("def f(held): return len(vars(held[0]))", vars(third))
+    second.f = third.f
+    exec("def g(held): return f(held)", vars(second))
+    first.g = second.g
+    exec("def h(held): return g(held)", vars(first))
+    h, m = first.h, make()
+    held = [m]
+    jitted = nnx.jit(lambda: h(held))
+    assert jitted() == len(vars(m))
+    m.flag = 3
+    assert jitted() == len(vars(m))
+    m.w = nnx.Param(jnp.ones(2))
+    assert jitted() == len(vars(m))
+
+
 LAYER, LAZILY = Layer(1.0), types.ModuleType("lazily")
 BY_TEXT = {
     "globals": lambda x: globals()["LAYER"](x),
