@@ -6,6 +6,7 @@ values, and lists its submodules.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import warnings
@@ -116,8 +117,9 @@ class Module(Pytree, metaclass=ModuleMeta):
 
         An attribute that :meth:`eval` has overridden gets the value it had before. One that the user has set (such as
         ``use_running_average=True`` on a BatchNorm that is to stay frozen) keeps its value; if that leaves all dropout
-        of the model off, there is a warning. One that was never set (``None``) becomes False. ``**attributes`` are set
-        on all Modules that have them; if none has, there is a warning.
+        of the model off, there is a warning. One that was never set (``None``) becomes False, and so does one of a
+        Module whose class takes no such argument: there True is only the mode. ``**attributes`` are set on all Modules
+        that have them; if none has, there is a warning.
 
         >>> import nnxlib as nnx
         >>> frozen = nnx.BatchNorm(2, use_running_average=True, rngs=nnx.Rngs(0))
@@ -128,9 +130,11 @@ class Module(Pytree, metaclass=ModuleMeta):
         """
         found = list(_with_mode(self))
         for module, name in found:
-            own = (module._nnx_marks or {}).get((name,), MISSING)
-            if own is not MISSING or getattr(module, name) is None:
-                setattr(module, name, False if own is MISSING or own is None else own)
+            remembered = (module._nnx_marks or {}).get((name,), MISSING)
+            own = getattr(module, name) if remembered is MISSING else remembered
+            mode = False if own is None or (own is True and not _takes(type(module), name)) else own
+            if remembered is not MISSING or mode is not own:
+                setattr(module, name, mode)
         _set_with_mode(self, attributes)
         if "deterministic" not in attributes:
             _warn_of_evaluation(self, found)
@@ -278,6 +282,16 @@ def _with_mode(root: Any) -> Iterator[tuple[Any, str]]:
         for name in _MODES:
             if name in held and isinstance(x, Module):
                 yield x, name
+
+
+@functools.lru_cache(maxsize=256)
+def _takes(module_type: type, name: str) -> bool:
+    """Whether a constructor of this class, or of a base class, has an argument of this name.
+
+    If none has, the class itself has set the attribute, as a mode that ``train`` and ``eval`` are to switch.
+    """
+    constructors = [vars(base)["__init__"] for base in module_type.__mro__ if "__init__" in vars(base)]
+    return any(name in signature_of(constructor).parameters for constructor in constructors)
 
 
 def _set_with_mode(root: Any, attributes: dict[str, Any]) -> None:

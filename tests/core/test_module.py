@@ -74,6 +74,27 @@ def test_a_frozen_module_stays_frozen():
     assert modes(m) == (False, True, True)
 
 
+def test_a_mode_that_a_class_sets_itself_is_switched():
+    """Nobody asked for it, if no constructor takes it. A subclass that passes it to its base has asked."""
+
+    class Policy(nnx.Module):
+        def __init__(self):
+            self.deterministic = True  # which train and eval switch
+            self.use_running_average = True
+
+    class Frozen(Norm):
+        def __init__(self):
+            super().__init__(use_running_average=True)
+
+    policy, frozen = Policy(), Frozen()
+    model = nnx.List([policy, frozen])
+    modes = []
+    for switch in (model.train, model.eval, model.train):
+        switch()
+        modes.append((policy.deterministic, policy.use_running_average, frozen.use_running_average))
+    assert modes == [(False, False, True), (True, True, True), (False, False, True)]
+
+
 def test_dropout_that_train_leaves_off_is_warned_of():
     """In flax.nnx it would be on. Frozen statistics, some dropout off, and a mode that is given are no mistakes."""
     made = lambda: nnx.Sequential(Drop(deterministic=True), Norm(use_running_average=True))
