@@ -45,10 +45,12 @@ def is_traceable(leaf: Any) -> bool:
     """Whether JAX can trace a leaf, or it is a pytree."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):  # as nearly all are
         return True
+    if not all_leaves([leaf]):  # before JAX is asked, whose error would have the text of all arrays in it
+        return True
     try:
         jax.typeof(leaf)
     except TypeError:
-        return not all_leaves([leaf])
+        return False
     return True
 
 

@@ -297,6 +297,22 @@ def test_variables_as_arguments():
     assert (free.value.tolist(), layer.w.value.tolist()) == ([2, 2], [1, 1])
 
 
+def test_a_value_that_is_a_pytree_is_not_printed():
+    """The text of a large one, or of deleted arrays, would have to be read from the device."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(repr=False)
+    class Field:
+        data: Any
+
+        def __repr__(self):
+            raise AssertionError
+
+    m = nnx.Dict(field=nnx.Variable(Field(jnp.arange(3.0))))
+    double = nnx.jit(lambda m: jax.tree.map(lambda x: 2 * x, m.field.get_value()))
+    assert double(m).data.tolist() == [0, 2, 4]
+
+
 def test_states_and_graphdefs_as_arguments():
     """A State, a GraphDef and what `split` returns go in as ordinary pytrees, as with raw jax.jit."""
     model = Net()
