@@ -135,23 +135,18 @@ def iter_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
 def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
     """Return the paths of each Variable or node that is reached by more than one path, first path first.
 
-    ``only`` is a filter of these objects.
+    ``only`` is a filter of these objects, which sees the first path of each.
 
     >>> import nnxlib as nnx
     >>> shared = nnx.Param(1.0)
     >>> nnx.find_duplicates(nnx.Dict(a=shared, b=shared))
     [[('a',), ('b',)]]
     """
-    predicate, found = to_predicate(only), list(places(node))  # a list keeps the objects alive: no id is reused
-    paths: dict[int, list[Path]] = {}
-    for path, value, _ in found:
-        if not is_node(value):
-            continue
-        if id(value) in paths or predicate(path, value):
-            paths.setdefault(id(value), []).append(path)
-        else:
-            paths[id(value)] = []
-    return [several for several in paths.values() if len(several) > 1]
+    predicate, found = to_predicate(only), dict[int, tuple[Any, list[Path]]]()  # by id, the objects and their paths
+    for path, value, _ in places(node):
+        if is_node(value):
+            found.setdefault(id(value), (value, []))[1].append(path)
+    return [paths for value, paths in found.values() if len(paths) > 1 and predicate(paths[0], value)]
 
 
 def holder_of(tree: Any, path: Path) -> Any:

@@ -70,5 +70,9 @@ def test_find_duplicates():
     m.again, m.layers[0].w = m.layers, m.first.w
     assert nnx.find_duplicates(m) == [[("again",), ("layers",)], [("again", 0, "w"), ("first", "w")]]
     assert nnx.find_duplicates(m, only=nnx.Param) == [[("again", 0, "w"), ("first", "w")]]
+    shared = nnx.BatchStat(1.0)
+    thrice = nnx.Dict(a=shared, b=shared, c=shared)
+    assert nnx.find_duplicates(thrice, only=nnx.Param) == []
+    assert nnx.find_duplicates(thrice, only=nnx.BatchStat) == [[("a",), ("b",), ("c",)]]
     m.self = m
     assert nnx.find_duplicates(m)[0] == [(), ("self",)]
