@@ -547,25 +547,20 @@ def unpack(node: Any, *filters: Filter) -> Any:
 class CallProxy:
     """Leads to a method by attributes and items; calling it returns ``(output, (graphdef, state))``."""
 
-    __slots__ = ("_make", "_path")
+    __slots__ = ("_find", "_make")
 
-    def __init__(self, make: Callable[[], Any], path: tuple[tuple[bool, Any], ...] = ()):
-        self._make, self._path = make, path
+    def __init__(self, make: Callable[[], Any], find: Callable[[Any], Any] = lambda node: node):
+        self._make, self._find = make, find  # makes the object; finds the method in it
 
     def __getattr__(self, name: str) -> CallProxy:
-        return CallProxy(self._make, (*self._path, (False, name)))
+        return CallProxy(self._make, lambda node: getattr(self._find(node), name))
 
     def __getitem__(self, key: Any) -> CallProxy:
-        return CallProxy(self._make, (*self._path, (True, key)))
+        return CallProxy(self._make, lambda node: self._find(node)[key])
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[GraphDef, Any]]:
         node = self._make()
-        method = node
-        for is_item, key in self._path:
-            method = method[key] if is_item else getattr(method, key)
-        out = method(*args, **kwargs)
-        graphdef, state = split(node)
-        return out, (graphdef, state)
+        return self._find(node)(*args, **kwargs), split(node)
 
 
 @boundary
