@@ -29,7 +29,7 @@ class Identified:
     _nnx_stamps: Stamps  # of the cached layouts that describe it
     _nnx_saved: tuple[str, ...]  # its slots
 
-    _trace_state = property(TraceState.of, lambda self, state: self._nnx_give(state.jax_trace))
+    _trace_state = property(TraceState, lambda self, state: self._nnx_give(state.jax_trace))
 
     def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
         """Yield each (key, value) that it holds, static ones too, in insertion order; nothing for a Variable."""

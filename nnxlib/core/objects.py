@@ -349,7 +349,8 @@ class HasAttributes(Node, HasDict):
         if abstract := _abstract_methods(cls):
             cls.__abstractmethods__ = abstract  # type: ignore[attr-defined]  # Python then refuses to make an instance
 
-    _pytree__state = property(PytreeState.of, lambda self, state: None)  # setting it is accepted, and changes nothing
+    # Setting it is accepted, and changes nothing.
+    _pytree__state = property(lambda self: PytreeState(owner=self), lambda self, state: None)
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override]  # vars() accepts any mapping

@@ -25,15 +25,8 @@ class TraceState:
 
     __slots__ = ("_owner", "_trace")
 
-    def __init__(self):
-        self._owner, self._trace = None, current_trace()
-
-    @classmethod
-    def of(cls, owner: Any) -> TraceState:
-        """The state of a node or a Variable."""
-        self = cls()
-        self._owner = owner
-        return self
+    def __init__(self, owner: Any = None, /):
+        self._owner, self._trace = owner, current_trace()
 
     @property
     def jax_trace(self) -> TraceRef:
@@ -70,15 +63,8 @@ class PytreeState:
 
     __slots__ = ("_initializing_", "_owner")
 
-    def __init__(self, initializing: bool = False):
-        self._owner, self._initializing_ = None, initializing
-
-    @classmethod
-    def of(cls, node: Any) -> PytreeState:
-        """The state of a node."""
-        self = cls()
-        self._owner = node
-        return self
+    def __init__(self, initializing: bool = False, owner: Any = None):
+        self._owner, self._initializing_ = owner, initializing
 
     @property
     def initializing(self) -> bool:
@@ -96,7 +82,7 @@ class PytreeState:
 
     @property
     def trace_state(self) -> TraceState:
-        return TraceState() if self._owner is None else TraceState.of(self._owner)
+        return TraceState(self._owner)
 
     _trace_state = trace_state
 
