@@ -445,22 +445,14 @@ class _Combination(FilterObject):
         taken, decisive = {predicate.of_class(kind) for predicate in self.predicates}, self.absorbing.of_class(kind)
         return decisive if decisive in taken else None if None in taken else not decisive
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Combination)
-            and type(self) is type(other)
-            and len(self.predicates) == len(other.predicates)
-            and all(predicate in other.predicates for predicate in self.predicates)
-        )
+    def _values(self) -> tuple:
+        return (frozenset(self.predicates),)
 
-    def __hash__(self) -> int:
-        return hash((type(self), frozenset(self.predicates)))
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.predicates))})"
 
     def __reduce__(self) -> tuple:
         return type(self), self.predicates
-
-    def _values(self) -> tuple:
-        return self.predicates
 
 
 class Any(_Combination):
