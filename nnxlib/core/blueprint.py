@@ -7,7 +7,6 @@ what fields hold besides objects.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -56,14 +55,14 @@ class Blueprint:
                 self._after_objects.append(MISSING)
             return place
 
-        # For each node its row, the names of its fields, and the places of their values.
-        self._contents: list[tuple[int, tuple, list[int]]] = []
+        # For each node, by row, the names of its fields, and the places of their values.
+        self._contents: dict[int, tuple[tuple, list[int]]] = {}
         for i, row in nodes:
             of_field = {name: place_for(spec) for name, spec in row.fields}
-            self._contents.append((i, row.names, [of_field[name] for name in row.names]))
+            self._contents[i] = row.names, [of_field[name] for name in row.names]
         lists = {i for i, row in nodes if issubclass(row.type, list) and row.names == tuple(range(len(row.names)))}
-        self._lists = [x for x in self._contents if x[0] in lists]  # those without attributes
-        self._others = [x for x in self._contents if x[0] not in lists]
+        self._lists = [(i, places) for i, (_, places) in self._contents.items() if i in lists]  # without attributes
+        self._others = [(i, *found) for i, found in self._contents.items() if i not in lists]
 
         mutable = any(const.mutable for const in self.metadata)
         guarded = all(row.type._nnx_guarded and not row.marks.mutable for _, row in nodes)
@@ -86,7 +85,7 @@ class Blueprint:
         for place, spec in self._made_anew:
             objects[place] = next(leaves) if spec is LEAF else value_of(spec, objects, leaves)
         value_at = objects.__getitem__
-        for i, _, places in self._lists:
+        for i, places in self._lists:
             list.extend(objects[i], map(value_at, places))
         for i, names, places in self._others:
             node = objects[i]
@@ -98,42 +97,25 @@ class Blueprint:
 
         Nodes that hold arrays, pytrees, or static values that can change in place are never among them.
         """
-        rows, pool = self._rows, [*objects, *self._after_objects]
-        found = {
-            i
-            for i, names, places in self._contents
-            if tuple(held := objects[i]._nnx_contents()) == names
-            and all(map(operator.is_, held.values(), map(pool.__getitem__, places)))
-            and type(objects[i]) is rows[i].type
-            and holds_same(objects[i]._nnx_marks or NO_METADATA, cast(NodeRow, rows[i]).marks.value)
-        }
-        for i, kind, metadata in zip(self._variables, self.variable_types, self.metadata, strict=True):
-            if type(objects[i]) is kind and holds_same(objects[i]._metadata, metadata.value):
-                found.add(i)
-        return found
+        value_at = [*objects, *self._after_objects].__getitem__
+        return {i for i, x in enumerate(objects) if self._is_as_built(i, x, value_at)}
 
     def are_as_built(self, objects: Sequence[Any], rows: Iterable[int]) -> bool:
         """Whether the objects of these rows are all among those of :meth:`as_built`; for a few of many."""
         count, after = len(objects), self._after_objects
-        for i in rows:
-            x, row = objects[i], self._rows[i]
-            if type(x) is not row.type:
-                return False
-            if type(row) is VariableRow:
-                if not holds_same(x._metadata, row.metadata.value):
-                    return False
-                continue
-            names, places = self._by_row[i]
-            held, built = x._nnx_contents(), [objects[k] if k < count else after[k - count] for k in places]
-            if tuple(held) != names or not all(map(operator.is_, held.values(), built)):
-                return False
-            if not holds_same(x._nnx_marks or NO_METADATA, row.marks.value):
-                return False
-        return True
+        value_at = lambda place: objects[place] if place < count else after[place - count]
+        return all(self._is_as_built(i, objects[i], value_at) for i in rows)
 
-    @functools.cached_property
-    def _by_row(self) -> dict[int, tuple[tuple, list[int]]]:
-        return {i: (names, places) for i, names, places in self._contents}
+    def _is_as_built(self, i: int, x: Any, value_at: Callable[[int], Any]) -> bool:
+        """Whether the object of a row is as it was built; ``value_at`` gives what is at a place in the pool."""
+        row = self._rows[i]
+        if type(x) is not row.type:
+            return False
+        if type(row) is VariableRow:
+            return holds_same(x._metadata, row.metadata.value)
+        (names, places), held = self._contents[i], x._nnx_contents()
+        is_same = tuple(held) == names and all(map(operator.is_, held.values(), map(value_at, places)))
+        return is_same and holds_same(x._nnx_marks or NO_METADATA, cast(NodeRow, row).marks.value)
 
 
 def fresh(constants: list[Const]) -> list[Any]:
