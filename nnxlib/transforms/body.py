@@ -41,14 +41,6 @@ def zeros(type_: Any) -> Any:
     return jax.tree.map(zeros_of, type_)
 
 
-@jtu.register_static
-class _Traced:
-    """What a trace has found: static, so it can be returned through ``jax.make_jaxpr``."""
-
-    def __init__(self, *found: Any):
-        self.found = found
-
-
 def trace_body(
     function: Callable,
     layout: Layout,
@@ -73,12 +65,15 @@ def trace_body(
         check_returned(after)
         return after, labels
 
-    def pure(*leaves: Any) -> tuple[list[Any], _Traced]:
+    traced: list[Any] = []  # what the trace has found
+
+    def pure(*leaves: Any) -> list[Any]:
         after, labels = call(leaves if enter is None else enter(leaves))
-        return after.leaves, _Traced(after.delta, tuple(after.owners), after.leaf_paths, labels)
+        traced[:] = after.delta, tuple(after.owners), after.leaf_paths, labels
+        return after.leaves
 
     pure = named(pure, function, layout.leaf_paths)
-    closed, (shapes, traced) = jax.make_jaxpr(pure, return_shape=True)(*leaves)
+    closed, shapes = jax.make_jaxpr(pure, return_shape=True)(*leaves)
     structure = jtu.tree_structure(shapes)
     evaluate = jaxpr_as_fun(closed)
 
@@ -90,7 +85,7 @@ def trace_body(
             return [found[x] if x in found else seen[layout.owner_positions[x]] for x in owners]
         return structure.unflatten(evaluate(*jtu.tree_leaves(list(leaves))))
 
-    delta, owners, paths, labels = traced.found
+    delta, owners, paths, labels = traced
     return Body(run, delta, owners, paths, labels, structure.unflatten(closed.out_avals))
 
 
