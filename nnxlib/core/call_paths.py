@@ -10,6 +10,7 @@ argument of the transform. An object that can be reached by several paths has th
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -75,10 +76,6 @@ class Collector:
         return self._numbers[id(node)]
 
 
-def _nowhere() -> None:
-    """The path of a trace that did not begin in the call of a Module."""
-
-
 class Listener:
     """The calls of Modules in one trace: the paths of the objects, and the stack of running calls.
 
@@ -92,36 +89,33 @@ class Listener:
         called with the output.
     """
 
-    __slots__ = (
-        "_new", "_own", "_rows", "base", "carrier", "collector", "copies", "layout", "objects", "on_call", "outer",
-        "packed", "stack",
-    )  # fmt: skip
-
     def __init__(
         self,
         objects: Sequence[Any],
         paths: Sequence[Path] | Callable[[], Sequence[Path]],
         on_call: Callable[[Any, Path, str, tuple, dict], Callable[[Any], object] | None] | None = None,
     ):
-        self.objects = objects
-        self._own: _Paths | Callable[[], _Paths] = lambda: _Paths(objects, paths() if callable(paths) else paths)
+        self.objects, self._paths = objects, paths
         self._new: tuple[Any, Path, _Paths] | None = None  # a model made in the trace, its path, the paths below it
         self.stack: list[tuple[Any, str]] = []
         self.on_call = on_call
         self.packed: dict[Any, Sequence[Any]] = {}  # by layout, the objects that were last packed with it
         self.outer: Listener | None = None  # of the enclosing trace: knows the objects captured by this one
-        self.base: Callable[[], Path | None] = _nowhere  # the outer path of the Module in whose call this trace began
+        # The outer path of the Module in whose call this trace began; None if it did not begin in one.
+        self.base: Callable[[], Path | None] = lambda: None
         self.collector: Collector | None = None  # of an enclosing `nnx.capture`
         self.copies: list[tuple[Any, Any]] = []  # in a capture: nodes that record for others, and these
         self.carrier: Any = None  # in a capture: takes what copies of outer nodes have recorded (recordings.py)
         self.layout: Any = None  # from which the objects were built, if they were
-        self._rows: dict[int, int] | None = None  # of each object, by id
 
-    def row_of(self, x: Any) -> int | None:
-        """The row of an object in the layout from which it was built; None if it was not."""
-        if self._rows is None:
-            self._rows = {id(x): row for row, x in enumerate(self.objects)} if self.layout is not None else {}
-        return self._rows.get(id(x))
+    @functools.cached_property
+    def rows(self) -> dict[int, int]:
+        """The row of each object in the layout from which it was built, by its id; empty if they were not."""
+        return {id(x): row for row, x in enumerate(self.objects)} if self.layout is not None else {}
+
+    @functools.cached_property
+    def _own(self) -> _Paths:
+        return _Paths(self.objects, self._paths() if callable(self._paths) else self._paths)
 
     def leave(self) -> None:
         """Note that the innermost call has ended. A model made in the trace is not kept alive after its call."""
@@ -149,8 +143,6 @@ class Listener:
         return path
 
     def _find_known(self, x: Any) -> Path | None:
-        if not isinstance(self._own, _Paths):
-            self._own = self._own()
         path = self._own.find(x)
         return self.outer.find(x) if path is None and self.outer is not None else path
 

@@ -277,7 +277,7 @@ def built_here(x: Any) -> tuple[Any, Sequence[Any], int] | None:
     None of another object. They were such when they were built; what has changed since, the caller finds out.
     """
     listener = _active.listener
-    row = None if listener is None else listener.row_of(x)
+    row = None if listener is None else listener.rows.get(id(x))
     return None if listener is None or row is None else (listener.layout, listener.objects, row)
 
 
