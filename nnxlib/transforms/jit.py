@@ -111,10 +111,8 @@ def jit(
         fun,
         in_shardings=in_shardings,
         out_shardings=out_shardings,
-        static_argnums=numbers_of(static_argnums, "static_argnums"),
-        static_argnames=_as_tuple(static_argnames),
-        donate_argnums=numbers_of(donate_argnums, "donate_argnums"),
-        donate_argnames=_as_tuple(donate_argnames),
+        static=(numbers_of(static_argnums, "static_argnums"), _as_tuple(static_argnames)),
+        donated=(numbers_of(donate_argnums, "donate_argnums"), _as_tuple(donate_argnames)),
         options=options,
     )
 
@@ -142,10 +140,8 @@ class JitWrapped(Jitted, Generic[P, R]):
         *,
         in_shardings: Any,
         out_shardings: Any,
-        static_argnums: tuple[int, ...],
-        static_argnames: tuple[str, ...],
-        donate_argnums: tuple[int, ...],
-        donate_argnames: tuple[str, ...],
+        static: tuple[tuple[int, ...], tuple[str, ...]],
+        donated: tuple[tuple[int, ...], tuple[str, ...]],
         options: dict[str, Any],
     ):
         self._function, self._args, self._kwargs = resolve(fun)
@@ -153,8 +149,8 @@ class JitWrapped(Jitted, Generic[P, R]):
         self._first_class = self._args[0].__class__ if self._args else None
         self._options = options
         shift = len(self._args)
-        self._static = Selection(self._function, shift, static_argnums, static_argnames, "static")
-        self._donated = Selection(self._function, shift, donate_argnums, donate_argnames, "donate")
+        self._static = Selection(self._function, shift, *static, "static")
+        self._donated = Selection(self._function, shift, *donated, "donate")
         refuse_nodes(in_shardings, "in_shardings")
         refuse_nodes(out_shardings, "out_shardings")
         self._in_shardings = in_shardings
