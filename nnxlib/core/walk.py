@@ -165,9 +165,7 @@ class Walk:
             return constant
         if type(value) is StaticArgument:
             return value.frozen()
-        if mark is False or (mark is None and isinstance(value, _STATIC_TYPES)):
-            return self._constant(value, mark, (*frame.path, *suffix))
-        if mark is None and is_plain(value):
+        if mark is False or (mark is None and (isinstance(value, _STATIC_TYPES) or is_plain(value))):
             return self._constant(value, mark, (*frame.path, *suffix))
         if is_data_leaf(value):
             self.arrays[frame.owner].append(value)
