@@ -246,14 +246,10 @@ def _is_same(x: Any, values: dict[int, Any]) -> bool:
     return isinstance(x, nnxlib.Variable) and x.get_raw_value() is values.get(id(x), MISSING)
 
 
-def _custom_vjp(fun: Callable, *, nondiff_argnums: int | Sequence[int] = ()) -> _CustomVjp:
-    return _CustomVjp(fun, nondiff_argnums)
-
-
 _SAME = "checkify checkpoint cond eval_shape fori_loop jit jit_partial make_jaxpr pmap remat shard_map switch vmap"
 TRANSFORMS = {
     **{name: getattr(nnxlib, name) for name in [*_SAME.split(), "while_loop"]},
-    "custom_vjp": _custom_vjp,
+    "custom_vjp": _CustomVjp,
     "grad": _grad,
     "jvp": _jvp,
     "scan": carrying_scan(),

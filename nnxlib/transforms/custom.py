@@ -122,7 +122,7 @@ def custom_jvp(fun: Callable = MISSING, *, nondiff_argnums: Argnums = ()) -> Any
 class _Custom:
     """A function with a derivative of its own."""
 
-    def __init__(self, fun: Callable, nondiff_argnums: Argnums):
+    def __init__(self, fun: Callable, nondiff_argnums: Argnums = ()):
         opaque = isinstance(fun, functools.partial) and not any(map(is_data, (*fun.args, *fun.keywords.values())))
         self._function, self._bound, self._kwargs = (fun, (), {}) if opaque else resolve(fun)
         stand_for(self, fun)
