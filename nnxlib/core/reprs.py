@@ -12,6 +12,7 @@ and GraphDefs are written alike. Then lines are made of the parts:
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -442,10 +443,9 @@ def _is_array(value: Any) -> bool:
 def _total(value: Any) -> Size:
     """The size of the arrays in a value; a Variable may hold any pytree."""
     if isinstance(value, dict | list | tuple):
-        total = Size(0, 0)
-        for x in value.values() if isinstance(value, dict) else value:
-            total = total.plus(_total(x))
-        return total
+        return functools.reduce(
+            Size.plus, map(_total, value.values() if isinstance(value, dict) else value), Size(0, 0)
+        )
     return size_of(value)
 
 

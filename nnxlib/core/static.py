@@ -240,9 +240,6 @@ class _Freezer:
         self.mutable = self.mutable or not isinstance(values, frozenset)
         return frozenset(map(self.freeze, values))
 
-    def float(self, value: float) -> Hashable:
-        return value.hex()  # tells 0.0 from -0.0, and nan equals itself
-
     def array(self, value: np.ndarray) -> Hashable:
         self.mutable = True
         data = np.asarray(value)  # of a masked array, what is behind the mask, too
@@ -354,7 +351,7 @@ _MUTABLE_CONTAINERS = list, set, deque, bytearray, np.ndarray  # those of a subc
 
 
 _RULES: dict[type, Callable[[_Freezer, Any], Hashable]] = {
-    float: _Freezer.float,
+    float: lambda self, value: value.hex(),  # which tells 0.0 from -0.0, and nan equals itself
     complex: lambda self, value: (value.real.hex(), value.imag.hex()),
     slice: lambda self, value: self.items((value.start, value.stop, value.step)),
     range: lambda self, value: (value.start, value.stop, value.step),  # for Python, (0, 3, 2) and (0, 4, 2) are equal
