@@ -123,11 +123,10 @@ def iter_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
     >>> [(key, type(child).__name__) for key, child in nnx.iter_children(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))]
     [('bias', 'Param'), ('kernel', 'Param')]
     """
-    found = ((key, child) for key, child in children_of(node) if is_node(child))
     return (
         (key[0] if len(key) == 1 else key, child)
-        for key, child in found
-        if not isinstance(child, List | Dict) or holds_data(child)
+        for key, child in children_of(node)
+        if is_node(child) and (not isinstance(child, List | Dict) or holds_data(child))
     )
 
 

@@ -175,11 +175,7 @@ def _leaves(x: Any) -> dict[Path, Any]:
         x = x._state
     if isinstance(x, FlatState):
         return dict(x)
-    if isinstance(x, State):
-        return dict(x.flat_state())
-    if not _is_state(x):
-        return dict(by_path(*_packed(x)))
-    return flatten_mapping(x)
+    return flatten_mapping(x) if _is_state(x) else dict(by_path(*_packed(x)))
 
 
 def _common(these: dict[Path, Any], those: Collection[Path]) -> dict[Path, Any]:
