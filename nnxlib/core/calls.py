@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -113,12 +114,8 @@ def is_observed(method: Any) -> bool:
 
 def _from_frames() -> Listener | None:
     """A listener with the eager calls that are running in this thread; None if there are none."""
-    stack = []
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _CODE and frame.f_locals["listener"] is None and is_node(frame.f_locals["self"]):
-            stack.append((frame.f_locals["self"], frame.f_locals["name"]))
-        frame = frame.f_back
+    calls = [frame.f_locals for frame, _ in traceback.walk_stack(sys._getframe(1)) if frame.f_code is _CODE]
+    stack = [(call["self"], call["name"]) for call in calls if call["listener"] is None and is_node(call["self"])]
     if not stack:
         return None
     listener = Listener([stack[-1][0]], [()])

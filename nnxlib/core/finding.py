@@ -7,6 +7,7 @@ messages. When a write is refused, the frames also tell which transform to use i
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType, MethodType
 from typing import Any
@@ -26,12 +27,7 @@ def locate(target: Any, skip: int = 1) -> str | None:
     their ``_nnx_children()``; names that begin with an underscore, as those of a notebook's outputs do, come last. Only
     ever called when an error is about to be raised: it costs a walk of those objects.
     """
-    frames = []
-    frame = sys._getframe(skip)
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    frames.reverse()
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(skip))][::-1]
     frames.sort(key=lambda frame: not is_users(frame.f_code.co_filename))
     found = [item for frame in frames for item in list(frame.f_locals.items()) if item[0].isidentifier()]
     found.sort(key=lambda item: item[0].startswith("_"))
