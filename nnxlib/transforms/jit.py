@@ -107,14 +107,9 @@ def jit(
       TraceContextError: if the call changes an object that belongs to another trace.
     """
     check_options(options, jax.jit)
-    return JitWrapped(
-        fun,
-        in_shardings=in_shardings,
-        out_shardings=out_shardings,
-        static=(numbers_of(static_argnums, "static_argnums"), _as_tuple(static_argnames)),
-        donated=(numbers_of(donate_argnums, "donate_argnums"), _as_tuple(donate_argnames)),
-        options=options,
-    )
+    static = numbers_of(static_argnums, "static_argnums"), _as_tuple(static_argnames)
+    donated = numbers_of(donate_argnums, "donate_argnums"), _as_tuple(donate_argnames)
+    return JitWrapped(fun, in_shardings, out_shardings, static, donated, options)
 
 
 def _as_tuple(value: Any) -> tuple:
@@ -127,17 +122,16 @@ class JitWrapped(Jitted, Generic[P, R]):
     __name__: str
     __qualname__: str
     __wrapped__: Callable[P, R]
-    _made_of: tuple[tuple, dict[str, Any]]
+    _made_of: tuple
 
-    def __new__(cls, *args: Any, **kwargs: Any):
+    def __new__(cls, *args: Any):
         self = super().__new__(cls)
-        self._made_of = args, kwargs
+        self._made_of = args
         return self
 
     def __init__(
         self,
         fun: Callable[P, R],
-        *,
         in_shardings: Any,
         out_shardings: Any,
         static: tuple[tuple[int, ...], tuple[str, ...]],
@@ -273,8 +267,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         return self
 
     def __reduce__(self) -> Any:
-        args, kwargs = self._made_of
-        return global_name(self, sys._getframe(1)) or (functools.partial(JitWrapped, **kwargs), args)
+        return global_name(self, sys._getframe(1)) or (JitWrapped, self._made_of)
 
     def __repr__(self) -> str:
         return f"nnx.jit({getattr(self._function, '__qualname__', self._function)})"
@@ -399,10 +392,9 @@ class JitWrapped(Jitted, Generic[P, R]):
 
         What is compiled is kept: the class is part of its key.
         """
-        args, kwargs = self._made_of
-        if resolve(args[0])[0] is not self._function:
+        if resolve(self._made_of[0])[0] is not self._function:
             kept = self._traces, self._plans, self._dispatch
-            JitWrapped.__init__(self, *args, **kwargs)
+            JitWrapped.__init__(self, *self._made_of)
             self._traces, self._plans, self._dispatch = kept
         self._first_class = self._args[0].__class__
 

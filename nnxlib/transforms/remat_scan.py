@@ -75,15 +75,8 @@ def remat_scan(
     """
     check_policy(policy)
     lengths = check_lengths(lengths)
-    return looped(
-        f,
-        functools.partial(_nested, lengths=lengths, policy=policy, reverse=reverse, unroll=unroll),
-        length=math.prod(lengths),
-        in_axes=in_axes,
-        out_axes=out_axes,
-        transform_metadata=transform_metadata,
-        data_transform=data_transform,
-    )
+    loop = functools.partial(_nested, lengths=lengths, policy=policy, reverse=reverse, unroll=unroll)
+    return looped(f, loop, math.prod(lengths), in_axes, out_axes, transform_metadata, data_transform)
 
 
 def check_lengths(lengths: Any) -> tuple[int, ...]:

@@ -102,21 +102,13 @@ def scan(
         axis; names the path.
       PlacementError: if an axis to loop over is sharded along a mesh axis of the type ``Explicit``; names the path.
     """
-    return looped(
-        f,
-        functools.partial(jax.lax.scan, reverse=reverse, unroll=unroll, _split_transpose=_split_transpose),
-        length=length,
-        in_axes=in_axes,
-        out_axes=out_axes,
-        transform_metadata=transform_metadata,
-        data_transform=data_transform,
-    )
+    loop = functools.partial(jax.lax.scan, reverse=reverse, unroll=unroll, _split_transpose=_split_transpose)
+    return looped(f, loop, length, in_axes, out_axes, transform_metadata, data_transform)
 
 
 def looped(
     f: Callable,
     loop: functools.partial[tuple[list[Any], list[Any]]],
-    *,
     length: int | None,
     in_axes: Any,
     out_axes: Any,
