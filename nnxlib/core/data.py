@@ -159,7 +159,7 @@ def warn_of_hidden(holder: Any, name: str, value: Any, marks: Mapping[Any, Any] 
     kinds = [type(item).__name__ for item in found if is_node(item)]
     if kinds and explicit_mark(holder, name, marks) is None:
         where = {"owner": type(holder).__name__, "name": name, "kind": type(value).__name__}
-        warnings.warn(text.format(found=kinds[0], **where), UserWarning, stacklevel=3)
+        warnings.warn(text.format(found=kinds[0], **where), stacklevel=3)
 
 
 def _wrapped(f: Any) -> Any:

@@ -305,7 +305,6 @@ def _set_with_mode(root: Any, attributes: dict[str, Any]) -> None:
         warnings.warn(
             f"No Module in {type(root).__name__} has the attributes {sorted(missing)}, so they were not set; the mode "
             f"itself is set by model.train() and model.eval().{_near([x for _, x in iter_modules(root)], missing)}",
-            UserWarning,
             stacklevel=3,
         )
 
@@ -321,7 +320,6 @@ def _warn_of_evaluation(root: Any, found: list[tuple[Any, str]]) -> None:
             f"After train(), all dropout in {type(root).__name__} is still off: its layers were given "
             "deterministic=True, which train() takes for a setting of your own. To turn it on, leave that out where "
             "they are made, or write set_attributes(deterministic=False).",
-            UserWarning,
             stacklevel=3,
         )
 
