@@ -25,6 +25,14 @@ if sys.version_info >= (3, 14):
     signature_as_text = functools.partial(inspect.signature, annotation_format=Format.STRING)
 
 
+def parameters_of(f: Callable) -> list[inspect.Parameter]:
+    """The parameters of a function; none if it has no signature, like some built-in functions."""
+    try:
+        return list(signature_of(f).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
 def stand_for(wrapper: Any, f: Callable) -> None:
     """Give an object that is called in place of a function its name, docstring and annotations.
 

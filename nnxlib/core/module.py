@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .annotations import signature_as_text, signature_of
+from .annotations import parameters_of, signature_as_text
 from .calls import current_collector, observed, recorded_types, recorder_for
 from .containers import MODULE_METHODS, Dict, List, holds_data
 from .errors import ArgumentError, Path, UsageError, accepts, describe, describe_nested, did_you_mean
@@ -475,10 +475,7 @@ pass it whole, call the layers in a Module of your own"""
 
 def _taken(function: Callable, positional: int, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments that a function takes, besides this number of positional ones."""
-    try:
-        parameters = signature_of(function).parameters.values()
-    except (TypeError, ValueError):  # a function written in C may have no signature
-        return {}
+    parameters = parameters_of(function)
     ordered = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.tree_util import all_leaves, tree_flatten_with_path, tree_leaves
 
-from .annotations import signature_of
+from .annotations import parameters_of
 from .data import is_node
 from .errors import describe, format_path
 from .missing import MISSING
@@ -371,11 +371,7 @@ _SIMPLE = {bool, float, int, str, type(None)}  # most attributes
 
 def _defaults(kind: type) -> Mapping[str, Any]:
     """The defaults of the arguments of a constructor, by name."""
-    try:
-        parameters = signature_of(kind.__init__).parameters.values()
-    except (TypeError, ValueError):
-        return {}
-    return {x.name: x.default for x in parameters if x.default is not x.empty}
+    return {x.name: x.default for x in parameters_of(kind.__init__) if x.default is not x.empty}
 
 
 def _is_default(value: Any, default: Any) -> bool:

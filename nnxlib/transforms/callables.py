@@ -15,7 +15,7 @@ from typing import Any
 
 import jax.tree_util as jtu
 
-from ..core.annotations import signature_of
+from ..core.annotations import parameters_of, signature_of
 from ..core.data import is_data, is_data_part, is_node
 from ..core.errors import AliasingError, ArgumentError, PrefixError, describe, describe_nested
 from ..core.missing import MISSING
@@ -212,8 +212,4 @@ def static_arguments(call: Callable, argnums: int | Sequence[int]) -> Callable:
 
 def _positional(f: Callable) -> int:
     """How many parameters of a function can be given by position."""
-    try:
-        parameters = signature_of(f).parameters.values()
-    except ValueError:
-        return 0
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters_of(f))

@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from ..core.annotations import signature_of
+from ..core.annotations import parameters_of
 from ..core.containers import List
 from ..core.errors import ArgumentError, PrefixError, did_you_mean
 from ..core.objects import Pytree
@@ -70,10 +70,7 @@ class Selection:
         self._chosen: set[int | str] = {*names}
         self._from_end: set[int] = set()  # of a function with *args: relative to the number of arguments in a call
         self._among: dict[int, frozenset[int]] = {}  # what `among` has found
-        try:
-            parameters = list(signature_of(function).parameters.values())
-        except (TypeError, ValueError):  # a built-in without a signature
-            parameters = []
+        parameters = parameters_of(function)
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         open_ended = not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters)
         for number in numbers:
