@@ -560,7 +560,9 @@ class CallProxy:
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[GraphDef, Any]]:
         node = self._make()
-        return self._find(node)(*args, **kwargs), split(node)
+        out = self._find(node)(*args, **kwargs)
+        graphdef, state = split(node)
+        return out, (graphdef, state)
 
 
 @boundary

@@ -125,7 +125,7 @@ def as_key(value: Any, impl: Any = None) -> jax.Array:
     """
     if isinstance(value, Variable):
         value = value.get_value()
-    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+    is_array = _is_array(value)
     if is_array and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return value
     if is_array and value.ndim > 0 and value.dtype == jnp.uint32:
@@ -146,6 +146,10 @@ def implementation_of(key: Any) -> Any:
     found: list[Any] = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
     return found[0]
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray | np.generic)
 
 
 def _typed(raw: Any, impl: Any) -> jax.Array:
