@@ -5,8 +5,8 @@ trace, later calls would not see them change. So a jitted function finds out wha
 further inputs:
 
 1. While it traces, it *watches*. When the function reads a Variable, or calls, packs, copies, lists, writes or looks
-   through (``vars``) a Module, that was made outside of the trace, the object is *noticed*. A trace that noticed some is
-   abandoned (:class:`CapturedObjects`).
+   through (``vars``) a Module, that was made outside of the trace, the object is *noticed*. A trace that noticed some
+   is abandoned (:class:`CapturedObjects`).
 2. The next trace *borrows* these objects. While it runs, the live objects themselves hold the tracers of the new inputs
    and belong to the trace, so the function may read and write them through any reference it has. Afterwards, also
    when the trace fails, they are exactly as before. What changed is in the Delta, and is committed as for an argument.

@@ -291,7 +291,7 @@ def _takes(module_type: type, name: str) -> bool:
     If none has, the class itself has set the attribute, as a mode that ``train`` and ``eval`` are to switch.
     """
     constructors = [vars(base)["__init__"] for base in module_type.__mro__ if "__init__" in vars(base)]
-    return any(name in signature_of(constructor).parameters for constructor in constructors)
+    return any(name == p.name for constructor in constructors for p in parameters_of(constructor))
 
 
 def _set_with_mode(root: Any, attributes: dict[str, Any]) -> None:
