@@ -37,7 +37,8 @@ A = TypeVar("A")
 
 M = TypeVar("M", bound="Module")
 
-_MODES = ("deterministic", "use_running_average")  # the attributes that are True in evaluation
+# The attributes that are True in evaluation, and the arguments of constructors that choose them.
+_MODES = {"deterministic": ("deterministic",), "use_running_average": ("use_running_average", "update_stats")}
 
 
 def _append(old: tuple, new: Any) -> tuple:
@@ -285,13 +286,13 @@ def _with_mode(root: Any) -> Iterator[tuple[Any, str]]:
 
 
 @functools.lru_cache(maxsize=256)
-def _takes(module_type: type, name: str) -> bool:
-    """Whether a constructor of this class, or of a base class, has an argument of this name.
+def _takes(module_type: type, mode: str) -> bool:
+    """Whether a constructor of this class, or of a base class, has an argument that chooses a mode.
 
     If none has, the class itself has set the attribute, as a mode that ``train`` and ``eval`` are to switch.
     """
     constructors = [vars(base)["__init__"] for base in module_type.__mro__ if "__init__" in vars(base)]
-    return any(name == p.name for constructor in constructors for p in parameters_of(constructor))
+    return any(p.name in _MODES[mode] for constructor in constructors for p in parameters_of(constructor))
 
 
 def _set_with_mode(root: Any, attributes: dict[str, Any]) -> None:

@@ -231,7 +231,7 @@ def test_modes_of_one_model_do_not_reach_another() -> None:
 
 def test_choosing_the_mode_that_is_on_already() -> None:
     """Setting `deterministic` to what it is makes it the user's own, also for a model that a call has seen."""
-    m = holding(None, deterministic=False)
+    m = nnx.Dropout(0.5, deterministic=False)
     m.eval()
     f = nnx.jit(lambda m: 1)
     f(m)
