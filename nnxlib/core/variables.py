@@ -44,6 +44,7 @@ from .metadata import (
 from .missing import MISSING
 from .operators import ArrayOperators, unwrapped
 from .placement import placed
+from .stamps import Stamps
 from .static import same_items
 from .tracing import Tracer, TraceRef, current_trace
 from .values import as_stored, deep_copy, unshared, with_item
@@ -215,7 +216,13 @@ class Variable(ArrayOperators[A], VariableSlots):
     # The value as stored, without hooks or checks, for the library itself.
     _nnx_value = property(operator.attrgetter("_cell.value"))
     _nnx_trace = property(operator.attrgetter("_cell.trace"))  # the trace under which it was made, as for a node
-    _nnx_table: Any = None  # of a Variable that was packed as a root; that is rare, so there is no slot for it
+    # The table of a Variable that was packed as a root. That is rare, so there is no slot for it.
+    _nnx_table = property(
+        lambda self: getattr(self._nnx_stamps, "table", None),
+        lambda self, table: _set(
+            self, "_nnx_stamps", tuple(self._nnx_stamps) if table is None else _StampsOfRoot(self._nnx_stamps, table)
+        ),
+    )
 
     def _nnx_give(self, trace: TraceRef) -> None:
         change(self, _set, self, "_cell", cell_of(self._cell.value, trace))
@@ -223,15 +230,6 @@ class Variable(ArrayOperators[A], VariableSlots):
     def _nnx_join(self, trace: TraceRef) -> None:
         # The borrower gives it a cell of the trace; until then other threads read the present one.
         _set(self, "_nnx_stamps", ())  # changes inside the trace must not invalidate what describes the object outside
-        self._forget_table()
-
-    def _nnx_restore(self, state: tuple) -> None:
-        super()._nnx_restore(state)
-        self._forget_table()
-
-    def _forget_table(self) -> None:
-        if self._nnx_table is not None:
-            object.__delattr__(self, "_nnx_table")
 
     def _where(self) -> str:
         path = locate(self, skip=3)
@@ -473,6 +471,17 @@ class Variable(ArrayOperators[A], VariableSlots):
             path=path,
             subtree_renderer=subtree_renderer,
         )
+
+
+class _StampsOfRoot(tuple):
+    """The stamps of a Variable that is the root of a table, and that table."""
+
+    table: Any
+
+    def __new__(cls, stamps: Stamps, table: Any):
+        self = super().__new__(cls, stamps)
+        self.table = table
+        return self
 
 
 _set = object.__setattr__
