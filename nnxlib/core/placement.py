@@ -340,11 +340,11 @@ def problem_with(spec: PartitionSpec) -> str | None:
 
 def _check(value: Any, mesh: Any, spec: PartitionSpec, names: Any, kind: type, even: bool) -> None:
     parts = [math.prod(mesh.shape[name] for name in mesh_axes_in(PartitionSpec(entry))) for entry in spec]
-    uneven = [f"axis {i} of size {size} by {n}" for i, (size, n) in enumerate(zip(value.shape, parts)) if size % n]
     problem = problem_with(spec)
     if len(spec) > value.ndim:
         problem = f"it has {value.ndim} axes, and {len(spec)} names"
-    elif even and uneven:
+    elif even and any(size % n for size, n in zip(value.shape, parts)):
+        uneven = [f"axis {i} of size {size} by {n}" for i, (size, n) in enumerate(zip(value.shape, parts)) if size % n]
         problem = f"the mesh does not divide {', '.join(uneven)}"
     if problem is not None:
         raise _does_not_fit(value, mesh, names, kind, problem)

@@ -10,8 +10,8 @@ records (branch.py).
 
 Copies of nodes, which ``nnx.view`` and ``nnx.merge`` make within a capture, record for the originals: what they hold is
 moved there when the function that made them ends (:func:`bring_back`). If that is the body of a transform, and the
-original lies outside of it, a :class:`Carrier` takes the recordings out (not from the branches of a ``cond`` and the
-loops of ``while_loop`` and ``fori_loop``).
+original lies outside of it, a :class:`Carrier` takes the recordings out (not from the branches of a ``cond``, the loops
+of ``while_loop`` and ``fori_loop``, and ``shard_map``).
 """
 
 from __future__ import annotations

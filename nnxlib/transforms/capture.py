@@ -59,8 +59,8 @@ def capture(
         any other filter.
 
     One Module is captured, with the copies of it that the function makes by ``nnx.view``, or by ``nnx.split`` and
-    ``nnx.merge``; but not what copies record in a branch or a ``while_loop``. What others record is dropped. If that is
-    all that was recorded, there is a warning.
+    ``nnx.merge``; but not what copies record in a branch, a ``while_loop`` or a ``shard_map``. What others record is
+    dropped. If that is all that was recorded, there is a warning.
 
     The States have the structure of the calls that are made, so a jitted function is traced once. Under ``vmap`` and
     ``scan`` recordings are stacked: along the axis of the Module, or along axis 0 if the Module is passed whole or
@@ -148,9 +148,9 @@ def capture(
 
 _DROPPED = """\
 nnx.capture has found nothing in the {module}: all that was recorded is in other Modules, and is dropped. Such are \
-copies that nnx.merge makes of what was split before the capture, or in a transform of raw JAX. Split within it, and \
-use the transforms of nnx; or, to record for each example, capture within the vmap: \
-nnx.vmap(nnx.capture(model, nnx.Intermediate))(batch)."""
+copies that nnx.merge makes of what was split before the capture; or in a branch, a while loop, a shard_map or a \
+transform of raw JAX. Split within it, use the transforms of nnx, and pass the Module itself to branches and loops; \
+or, to record for each example, capture within the vmap: nnx.vmap(nnx.capture(model, nnx.Intermediate))(batch)."""
 
 
 def _first_module(arguments: Arguments) -> Module | None:

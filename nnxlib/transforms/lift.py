@@ -303,8 +303,9 @@ def lift_lanes(
     are what the prefixes of the arguments say about each node and leaf in them: a label, or a mapping to labels.
     ``size(packed, labels)`` is how often the function runs for each trace of it; None if that is not known.
     """
-    arguments = with_carrier(arguments)
-    entries = [*entries, *same_entries(None if axis_name is MISSING else 0, arguments.captured)]
+    if axis_name is not MISSING:  # where labels are shardings, that of a recording is not known
+        arguments = with_carrier(arguments)
+        entries = [*entries, *same_entries(0, arguments.captured)]
     with recorded_anew(arguments):
         packed = pack_live(arguments)
         labels, leaf_labels = label_arguments(packed.layout, packed.leaves, packed.objects, entries)

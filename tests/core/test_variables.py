@@ -1026,3 +1026,12 @@ def test_a_value_that_is_no_function_cannot_be_called():
     with pytest.raises(ArgumentError, match=r"This Param cannot be called: its value is float32\[2\]"):
         nnx.Param(jnp.ones(2))()
     assert nnx.Variable(lambda x: x + 1)(1) == 2
+
+
+def test_what_the_library_keeps_on_a_variable_is_no_attribute_of_the_users():
+    """Also of one that is an argument by itself, again and again."""
+    v = nnx.Param(jnp.ones(2), tag="x")
+    double = nnx.jit(lambda v: 2 * v)
+    for _ in range(3):
+        double(v)
+        assert (vars(v), v.get_metadata()) == ({}, {"tag": "x"})

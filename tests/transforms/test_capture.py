@@ -971,7 +971,7 @@ def test_copies_with_the_variables_of_the_model():
 
 
 def test_what_other_modules_record_is_dropped_with_a_warning():
-    """Such as a copy of what was split before, or one in a transform of raw JAX."""
+    """Such as a copy of what was split before, or one in a transform of raw JAX, or in a shard_map."""
     model = Pair()
     graphdef, state = nnx.split(model)
     before = nnx.capture(lambda model, x: nnx.merge(graphdef, state)(x), nnx.Intermediate)
@@ -981,7 +981,9 @@ def test_what_other_modules_record_is_dropped_with_a_warning():
         graphdef, state = nnx.split(model)
         return jax.vmap(lambda x: nnx.merge(graphdef, state)(x))(x)
 
-    for captured in before, raw:
+    mesh, spec = jax.sharding.Mesh(jax.devices()[:1], ("x",)), jax.sharding.PartitionSpec("x")
+    in_shards = functools.partial(nnx.shard_map, mesh=mesh, in_specs=(None, spec), out_specs=spec)
+    for captured in before, raw, nnx.capture(merged_in(in_shards), nnx.Intermediate):
         with pytest.warns(UserWarning, match=r"found nothing in the Pair: .* split before the capture") as caught:
             out, recorded = captured(model, X3)
         assert [warning.filename for warning in caught] == [__file__]
