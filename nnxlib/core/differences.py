@@ -26,7 +26,7 @@ from .traversals import path_key, sorted_by_path, with_ints
 from .variable_names import is_defined_again
 from .variables import Variable, stored_value
 
-Aval = tuple[tuple[int, ...], Any] | None
+Aval = tuple[tuple[int, ...], Any] | None  # the shape and dtype of an array; None for anything else
 
 
 class Difference(NamedTuple):

@@ -1,7 +1,8 @@
 """Fitting: whether the leaves of given States fit a layout, for ``merge`` and ``update``.
 
 matching.py says which leaf belongs to which position of the layout. It fits there if it has the same shape, the same
-kind of dtype, and for ``update`` the same type of Variable. The *aval* of a leaf is its shape and dtype.
+kind of dtype, and for ``update`` the same type of Variable; or if a transformation has added axes to it, or taken some
+away (stacking.py). The *aval* of a leaf is its shape and dtype.
 
 Leaves of the same types and avals as those at the split are recognised in a few C calls (:func:`_values_that_fit`).
 Others are compared one by one (:func:`_misfitting`), which yields a message for each leaf that does not fit.
@@ -26,6 +27,7 @@ from .making import make_variable
 from .matching import leaves_by_position, listed_by_path, matched, overlaid
 from .rngs import implementation_of
 from .rows import NodeRow, count_leaves
+from .stacking import avals_of_whole_kinds, avals_once_mapped
 from .state import State, is_boxed, is_without_leaves
 from .static import Const, same_items
 from .tracing import Tracer, at_top_level
@@ -92,7 +94,8 @@ def values_to_write(
     avals = dict(zip(new, avals_of([leaves[k] for k in new]), strict=True))
     before = {k: None if isinstance(leaves[k], Tracer) else aval for k, aval in avals.items()}
     new = _with_keys(avals, new)
-    found = _misfitting(layout, _stacked_where_all_are_given(layout, before, new), new, unexpected)
+    stacked = avals_of_whole_kinds(_kinds(layout), before, avals_of(raw_values(new.values())))
+    found = _misfitting(layout, stacked, new, unexpected)
     if strict and found:
         head = "The State does not fit the object; nothing was written."
         hint = path_hint([x.path for x in found if x.kind == "added" and x.path], layout.leaf_paths)
@@ -178,7 +181,7 @@ def _values_compared(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[P
     new = _with_keys(dict(enumerate(graphdef.avals)), new)
     leaves: list[Any] = [new.get(k) for k in range(len(graphdef.avals))]
     values = raw_values(leaves)
-    avals = _avals_once_mapped(_kinds(layout), graphdef.avals, values)
+    avals = avals_once_mapped(_kinds(layout), graphdef.avals, values)
     types = dict(enumerate(layout.blueprint.variable_types))
     types |= {k: type(x) for k in types if isinstance(x := leaves[k], Variable) and type(x) is not Variable}
     found = _misfitting(layout, dict(enumerate(avals)), new, unexpected, types)
@@ -299,69 +302,3 @@ def _kind(dtype: Any) -> Any:
     """The kind of a dtype, whatever its width: a leaf may be cast from float32 to bfloat16, but not to int32."""
     kinds = (jax.dtypes.prng_key, jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), None)
-
-
-# --- axes that a transformation has added -----------------------------------------------------------------------------
-
-# A State may come out of a mapped function, or be a slice of a stack. So other shapes are accepted in these cases; by
-# `merge` in all of them, by `update` in the second, for kinds of which all leaves are given.
-#
-# - No value is an array any more: the function gave labels, say, in place of arrays.
-# - All leaves of a kind (a type of Variable, or bare arrays) have gained or lost the same adjacent axes (`_stacked`).
-# - Several leaves have gained the same first axis, and no other shape differs (`_some_stacked`).
-
-
-def _avals_once_mapped(kinds: Sequence[Any], before: Sequence[Aval], values: Sequence[Any]) -> list[Aval]:
-    """The avals that leaves must have if a function may have been mapped over them: any of the three cases."""
-    after = avals_of(values)
-    if all(new is None and x is not None for x, old, new in zip(values, before, after, strict=True) if old is not None):
-        return [None] * len(before)
-    return _some_stacked(_stacked(kinds, before, after), after)
-
-
-def _some_stacked(before: Sequence[Aval], after: Sequence[Aval]) -> list[Aval]:
-    """The avals that leaves must have if a function may have been mapped over some of them, such as those of a filter.
-
-    Then several leaves have other shapes, all with the same new first axis; axes of length 1 do not count.
-    """
-    pairs = zip(before, after, strict=True)
-    others = [(old[0], new[0]) for old, new in pairs if old and new and old[0] != new[0]]
-    lengths = {new[:1] for _, new in others}
-    mapped = len(lengths) == 1 < len(others) and lengths != {(1,)}
-    if not mapped or any(_without_ones(old) != _without_ones(new[1:]) for old, new in others):
-        return list(before)
-    return [(new[0], old[1]) if old and new else old for old, new in zip(before, after, strict=True)]
-
-
-def _without_ones(shape: tuple[int, ...]) -> list[int]:
-    return [n for n in shape if n != 1]
-
-
-def _stacked_where_all_are_given(layout: Layout, before: dict[int, Aval], new: Mapping[int, Any]) -> Mapping[int, Aval]:
-    """The avals that new leaves must have: :func:`_stacked`, for the kinds of which every leaf is given."""
-    kinds = _kinds(layout)
-    missing = {kind for k, kind in enumerate(kinds) if k not in new}
-    stacked = _stacked([kinds[k] for k in new], [*before.values()], avals_of(raw_values(new.values())))
-    return {k: old if kinds[k] in missing else aval for (k, old), aval in zip(before.items(), stacked, strict=True)}
-
-
-def _stacked(kinds: Sequence[Any], before: Sequence[Aval], after: Sequence[Aval]) -> list[Aval]:
-    """The avals that leaves must have if all leaves of a kind may have gained or lost the same axes."""
-    changes: dict[Any, set] = {}
-    for kind, old, new in zip(kinds, before, after, strict=True):
-        if old is not None and new is not None:
-            change = _stacking(old[0], new[0])
-            changes[kind] = changes.get(kind, change) & change
-    stacked = {kind for kind, found in changes.items() if found}
-    return [
-        (new[0], old[1]) if old and new and kind in stacked else old
-        for kind, old, new in zip(kinds, before, after, strict=True)
-    ]
-
-
-def _stacking(old: tuple[int, ...], new: tuple[int, ...]) -> set[tuple[bool, int, tuple[int, ...]]]:
-    """How adjacent axes may have been added to a shape, or removed: all possible (whether removed, where, sizes)."""
-    long, short = (old, new) if len(old) > len(new) else (new, old)
-    n = len(long) - len(short)
-    places = [k for k in range(len(short) + 1) if n and long[:k] + long[k + n :] == short]
-    return {(long is old, k - end, long[k : k + n]) for k in places for end in (0, len(long))}
