@@ -45,14 +45,13 @@ def trace_body(
     function: Callable,
     layout: Layout,
     leaves: Sequence[Any],
-    label: Callable[[After, Any], Sequence[Any]] | None = None,
-    adjust: Callable[[After, Sequence[Any]], After] = lambda after, labels: after,
+    adjust: Callable[[After, Any], tuple[After, tuple[Any, ...]]] = lambda after, out: (after, ()),
     enter: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
 ) -> Body:
     """Trace a function of the objects of a layout, whose leaves may also be shapes and dtypes.
 
-    ``label(after, output)`` gives the labels of the leaves that come back, ``adjust(after, labels)`` what is to come
-    back in place of what the trace has found, ``enter(leaves)`` the leaves that the function sees in place of these.
+    ``adjust(after, output)`` gives what is to come back in place of what the trace has found, and the labels of these
+    leaves, ``enter(leaves)`` the leaves that the function sees in place of the given ones.
 
     Raises:
       OutputError: if the function returns, or sets, what JAX cannot return; names the path.
@@ -60,8 +59,7 @@ def trace_body(
 
     def call(seen: Sequence[Any]) -> tuple[After, tuple[Any, ...]]:
         out, after = cross(function, layout, seen)
-        labels = () if label is None else tuple(label(after, out))
-        after = adjust(after, labels)
+        after, labels = adjust(after, out)
         check_returned(after)
         return after, labels
 

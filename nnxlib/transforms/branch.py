@@ -131,7 +131,7 @@ def _branch(f: Callable, count: int, k: int) -> Callable:
     return named(call, f)
 
 
-def _with_all_arrays(layout: Layout, after: After, labels: Sequence[Any]) -> After:
+def _with_all_arrays(layout: Layout, after: After, out: Any) -> tuple[After, tuple]:
     """What a branch did, with all arrays of each node whose structure has changed.
 
     So branches that change a node in the same way, but other arrays in it, have the same rows.
@@ -143,7 +143,7 @@ def _with_all_arrays(layout: Layout, after: After, labels: Sequence[Any]) -> Aft
             pairs = zip(row.fields, now.fields, strict=True)
             fields = [field if count_leaves(field[1]) else changed for changed, field in pairs]
             rows[i] = row._replace(fields=tuple(fields))
-    return After.of(after.walk, after.rows, after.delta._replace(rows=tuple(rows.items())))
+    return After.of(after.walk, after.rows, after.delta._replace(rows=tuple(rows.items()))), ()
 
 
 def _recorded(layout: Layout, bodies: Sequence[Body]) -> dict[tuple, Any]:

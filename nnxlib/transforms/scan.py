@@ -131,7 +131,7 @@ def looped(
             return type(out)([x if k == out_place[0] else own_states(x) for k, x in enumerate(out)])
         return out if out_place == () else own_states(out)
 
-    body = named(step, function)
+    scanned = _Scanned(named(step, function), loop, out_axes, carried, out_place, name, data_transform)
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -150,8 +150,7 @@ def looped(
             settings = (name, data_transform, *prefix_key(in_axes), *prefix_key(out_axes))
             options = (*loop.keywords.values(), type(loop.keywords["unroll"]))  # unroll=True is not unroll=1
             key = (loop.func, *options, tuple(leaf_labels), size, *settings, settings_of(inner))
-            of_loop = layout, labels, leaf_labels, size, body, loop
-            made = _Scan(*of_loop, out_axes, carried, out_place, name, data_transform)
+            made = _Scan(scanned, layout, labels, leaf_labels, size)
             out = run_program(program_of((weakly(kept),), layout, key, lambda: Program(made.program)), packed)
         give_on(arguments)
         return out
@@ -159,13 +158,9 @@ def looped(
     return wrapped
 
 
-class _Scan(NamedTuple):
-    """A loop over arguments of one layout, with labels; its program takes their leaves."""
+class _Scanned(NamedTuple):
+    """A function to be looped, and how: the same for all arguments."""
 
-    layout: Layout
-    labels: Labels
-    leaf_labels: list[Any]  # of each leaf, in order
-    size: int  # how many iterations
     function: Callable  # the body
     loop: Callable
     out_axes: Any
@@ -174,17 +169,26 @@ class _Scan(NamedTuple):
     axis_name: AxisName
     data_transform: DataTransform | None
 
+
+class _Scan(NamedTuple):
+    """A loop over arguments of one layout, with labels; its program takes their leaves."""
+
+    of: _Scanned
+    layout: Layout
+    labels: Labels
+    leaf_labels: list[Any]  # of each leaf, in order
+    size: int  # how many iterations
+
     def program(self, leaves: list[Any]) -> Any:
         """Trace the body on slices, check what it does, and loop over it."""
-        layout, leaf_labels = self.layout, self.leaf_labels
+        of, layout, labels, leaf_labels, size = self
         _refuse_explicit(layout, leaves, leaf_labels)
         slices = [_slice_type(x, axis) for x, axis in zip(leaves, leaf_labels, strict=True)]
-        inner = strip_axes(layout, slices, leaf_labels, self.axis_name)
-        enter = None if self.data_transform is None else transformed_data(self.data_transform, inner, leaf_labels)
-        stack = functools.partial(stack_axes, name=self.axis_name)
-        body = trace_body(repeated(self.function, self.size), inner, slices, self._labels_after, stack, enter)
-        replaced = _replaced(layout, self.labels, self.carried, body, self.out_place or ())
-        _check_changes(layout, self.labels, body, replaced)
+        inner = strip_axes(layout, slices, leaf_labels, of.axis_name)
+        enter = None if of.data_transform is None else transformed_data(of.data_transform, inner, leaf_labels)
+        body = trace_body(repeated(of.function, size), inner, slices, self._stacked, enter)
+        replaced = _replaced(layout, labels, of.carried, body, of.out_place or ())
+        _check_changes(layout, labels, body, replaced)
         sources, types = _recurring(layout, body, leaf_labels, replaced)
         strong = body_checks.retyped(leaves, sources, types)
         if strong is not None:  # a weakly typed number that is carried needs another type from the start
@@ -193,10 +197,12 @@ class _Scan(NamedTuple):
         body_checks.check_types(given, types, paths, "body of scan")
         return self._run(body, leaves, sources)
 
-    def _labels_after(self, after: After, out: Any) -> list[Any]:
-        _check_values(out, self.out_axes)
-        found = labels_after(self.labels, after, output_entries(self.out_axes, out, "out_axes"))
-        return list(stack_recorded(found, self.layout, after))
+    def _stacked(self, after: After, out: Any) -> tuple[After, tuple[Any, ...]]:
+        """What the body did, once slices have been stacked; and the labels of the leaves that come back."""
+        _check_values(out, self.of.out_axes)
+        found = labels_after(self.labels, after, output_entries(self.of.out_axes, out, "out_axes"))
+        labels = stack_recorded(found, self.layout, after)
+        return stack_axes(after, labels, self.of.axis_name), tuple(labels)
 
     def _run(self, body: Body, leaves: list[Any], sources: list[int]) -> tuple[list[Any], Outcome]:
         """The loop; ``sources`` are the positions of the leaves that it carries."""
@@ -221,12 +227,12 @@ class _Scan(NamedTuple):
 
         xs = [jax.tree.map(lambda x, a=self.leaf_labels[k]: _moved(x, a, 0), leaves[k]) for k in sliced]
         length = None if export.is_symbolic_dim(self.size) else self.size  # JAX wants a number
-        last, ys = self.loop(step, [leaves[k] for k in sources], xs, length=length)
+        last, ys = self.of.loop(step, [leaves[k] for k in sources], xs, length=length)
         found = dict(zip(handed_on, last, strict=True))
         for k, y in zip(stacked, ys, strict=True):
             found[k] = jax.tree.map(lambda x, a=body.labels[k]: _moved(x, 0, a), y)
         returned = [found[k] for k in range(len(body.owners))]
-        placed = place_stacks(body.delta, returned, len(self.layout.rows), self.axis_name)
+        placed = place_stacks(body.delta, returned, len(self.layout.rows), self.of.axis_name)
         return list(placed), Outcome(body.delta)
 
 
