@@ -134,6 +134,6 @@ class Variant:
         self.transitions: list[tuple[Any, weakref.ref[Variant]]] = []  # by what the changed nodes hold, see patching.py
 
 
-def holder_of(node: Any, name: Any) -> Any:
+def container_of(node: Any, name: Any) -> Any:
     """What holds a field of a node: the dict of its attributes, or the node itself."""
     return attributes_of(node) if isinstance(node, HasAttributes) and name in attributes_of(node) else node

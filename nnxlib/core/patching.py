@@ -20,7 +20,7 @@ from typing import Any, cast
 from .cells import Cell
 from .data import is_node
 from .layout import KEPT, Layout
-from .live_table import LiveTable, Variant, holder_of
+from .live_table import LiveTable, Variant, container_of
 from .making import NO_METADATA
 from .missing import MISSING
 from .objects import Node
@@ -171,7 +171,7 @@ def _adopt(table: LiveTable, i: int, new: Any) -> bool:
     if any(walk.arrays.values()):
         for k, (j, _, name, tree) in enumerate(table.arrays):
             if j in places:
-                table.arrays[k] = j, holder_of(objects[j], name), name, tree
+                table.arrays[k] = j, container_of(objects[j], name), name, tree
     return True
 
 

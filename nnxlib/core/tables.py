@@ -33,7 +33,7 @@ from .foreign import Flattened
 from .graph import build, pack
 from .graphdef import differences_listed
 from .layout import Layout
-from .live_table import LiveTable, PendingTable, holder_of
+from .live_table import LiveTable, PendingTable, container_of
 from .objects import Pytree
 from .patching import patched
 from .rows import LEAF, NodeRow, Row, Tree, count_leaves
@@ -133,10 +133,10 @@ def _find_arrays(table: LiveTable, walk: Walk, rows: Sequence[Row], root: Any) -
         if not fields:
             continue
         x = walk.objects[i]
-        if any(holder_of(x, name) is x for name, _ in fields) and (isinstance(x, Pytree) or x is root):
+        if any(container_of(x, name) is x for name, _ in fields) and (isinstance(x, Pytree) or x is root):
             walk.reliable = False  # a write to a slot goes unnoticed; and for items the table would refer to its root
         for name, field in fields if walk.reliable else ():
-            container = holder_of(x, name)
+            container = container_of(x, name)
             tree = Flattened(container, name, field, table.index) if isinstance(field, Tree) else None
             if tree is not None:
                 walk.foreign.flattened.append(tree)

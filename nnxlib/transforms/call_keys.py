@@ -70,8 +70,8 @@ def unfolded(leaves: Sequence[Any], key: Hashable, flatten: Callable, has_static
     return [x for x in found if type(x) is not StaticArgument], (key, treedef, *static)
 
 
-def describe(leaves: Sequence[Any], signature: Hashable, grouping: bool = True) -> KnownCall | None:
-    """Describe a call by its leaves; None if the table of an object is not reliable, or if a leaf is a container.
+def known_call(leaves: Sequence[Any], signature: Hashable, grouping: bool = True) -> KnownCall | None:
+    """What is known of a call with these leaves; None if an object has to be walked, or if a leaf is a container.
 
     Variables that are leaves are grouped, if the first of them has no table; not if ``grouping`` is False.
     """

@@ -36,7 +36,7 @@ from ..core.patching import patched
 from ..core.rows import LEAF, Ref, Spec, Tree, parts, value_of
 from ..core.stamps import stamping
 from ..core.static import StaticArgument
-from .call_keys import LEAF_TYPES, KnownCall, describe, flatten_containers, flatten_pytrees, objects_in, unfolded
+from .call_keys import LEAF_TYPES, KnownCall, flatten_containers, flatten_pytrees, known_call, objects_in, unfolded
 from .labels import join_lanes
 from .leaf_checks import check_traceable
 from .lift import Arguments, Outcome, Returned
@@ -164,13 +164,13 @@ class Dispatch:
             raise Miss(None)
         if Loans.now[1] and any(is_lent_elsewhere(x._nnx_trace) for x in captured):
             wait_for_loans()
-        found = describe(leaves, signature)
+        found = known_call(leaves, signature)
         if found is None:  # a leaf is a container, or an object has to be walked at each call
             self._flatten = flatten_containers if self._flatten is None else flatten_pytrees
             raise Miss(None)
         entry = self._entries.get(found.key)
         if entry is not None and found.first is not None and entry.meets_again(found):
-            found = describe(leaves, signature, grouping=False) or found
+            found = known_call(leaves, signature, grouping=False) or found
             entry = self._entries.get(found.key)
         if entry is None:
             raise Miss(found)
@@ -187,7 +187,7 @@ class Dispatch:
         if len(packed) != len(found.leaves) or not all(map(operator.is_, packed, found.leaves)):
             self._flatten = flatten_pytrees  # a class registered with JAX has an order of its own
             return
-        again = describe(found.leaves, found.signature)
+        again = known_call(found.leaves, found.signature)
         if again is not None and again.key == found.key:  # no other thread has changed anything in between
             self._entries[found.key] = CacheEntry(plan, found)
 

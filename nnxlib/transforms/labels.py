@@ -56,18 +56,21 @@ class Labelling:
         self.rows, self.values = rows, values
         self._returning = before is not None  # then a label gives way to the one that an object already has
         self._compared: set[tuple[_Visit, int]] = set()  # rows that a further visit has reached, too
-        if before is None:
-            self.labels = Labels(rows, {}, {})
-        else:
-            self.labels = Labels(rows, dict(before.of_row), dict(before.reached))
-            for i, (old, row) in enumerate(zip(before.rows, rows, strict=False)):
-                if row is old or not (isinstance(row, NodeRow) and isinstance(old, NodeRow)):
-                    continue
-                known = dict(zip(own_leaf_paths(old), self.labels.of_row[i], strict=True))
-                path, visit = self.labels.reached[i]
-                found = self.labels.of_row[i] = []
-                self._descend([(spec, below, found, values(i)) for below, spec in reversed(row.at(path))], visit)
-                found[:] = [known.get(place, label) for place, label in zip(own_leaf_paths(row), found, strict=True)]
+        of_row, reached = ({}, {}) if before is None else (dict(before.of_row), dict(before.reached))
+        self.labels = Labels(rows, of_row, reached)
+        if before is not None:
+            self._visit_changed(before.rows)
+
+    def _visit_changed(self, before: Sequence[Row]) -> None:
+        """Label the nodes anew whose rows were others before the call; arrays at the same places keep their labels."""
+        for i, (old, row) in enumerate(zip(before, self.rows, strict=False)):
+            if row is old or not (isinstance(row, NodeRow) and isinstance(old, NodeRow)):
+                continue
+            known = dict(zip(own_leaf_paths(old), self.labels.of_row[i], strict=True))
+            path, visit = self.labels.reached[i]
+            found = self.labels.of_row[i] = []
+            self._descend([(spec, below, found, self.values(i)) for below, spec in reversed(row.at(path))], visit)
+            found[:] = [known.get(place, label) for place, label in zip(own_leaf_paths(row), found, strict=True)]
 
     def visit(self, root: Spec, entries: Sequence[Any], plain: Sequence[Any], depth: int = 0) -> list[Label]:
         """Label everything below a pytree whose children have these entries.

@@ -204,7 +204,7 @@ class Crossing:
           OutputError: for a value to come back that JAX cannot return; names its path.
         """
         layout = self.layout
-        if self.labels is not None and self.axis_name is not MISSING:  # the leaves are slices of stacks
+        if self.axis_name is not MISSING:  # the leaves are slices of stacks
             layout = strip_axes(layout, leaves, [self.lanes[lane] for lane in self.lane_of], self.axis_name)
         out, after = self._cross(f, layout, leaves, forced)
         check_returned(after)
