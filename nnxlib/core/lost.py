@@ -49,6 +49,28 @@ class _Place:
         warnings.warn_explicit(text, UserWarning, *self._at)
 
 
+class _Watched(TracedCell):
+    """A cell that tells its watch, an :class:`_Update` or a :class:`_Copy`, when it is read or written, and is gone."""
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> Any:  # type: ignore[override]
+        _watches[id(self)].read(self)
+        return _value.__get__(self)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        _watches[id(self)].wrote(self)
+        _value.__set__(self, value)
+
+    def __del__(self) -> None:
+        _watches.pop(id(self)).gone(self)
+
+
+_watches: dict[int, _Update | _Copy] = {}  # by the ids of cells
+
+
 # --- updates ----------------------------------------------------------------------------------------------------------
 
 
@@ -60,6 +82,18 @@ class _Update:
     def __init__(self, left: int, transform: str):
         self.place, self.left, self.transform = _Place(), left, transform
 
+    def read(self, cell: _Watched) -> None:  # once read, it is an ordinary one
+        del _watches[id(cell)]
+        cell.__class__ = TracedCell  # type: ignore[assignment]
+
+    def wrote(self, cell: _Watched) -> None:
+        pass
+
+    def gone(self, cell: _Watched) -> None:
+        self.left -= 1
+        if self.left == 0 and current_trace() is cell.trace:
+            self.warn()
+
     def warn(self) -> None:
         if self.transform == "nnx":
             text = _LOST_UPDATE_OF_COPY.format(function=self.place.function)
@@ -67,31 +101,6 @@ class _Update:
             raw = "jax.jit" if self.transform == "jax" else self.transform
             text = _LOST_UPDATE.format(function=self.place.function, raw=raw, name=raw.rpartition(".")[2])
         self.place.warn(text)
-
-
-class _Unread(TracedCell):
-    """A cell whose value has not been read since an update has written it; once read, it is an ordinary one."""
-
-    __slots__ = ()
-
-    @property
-    def value(self) -> Any:  # type: ignore[override]
-        del _updates[id(self)]
-        self.__class__ = TracedCell  # type: ignore[assignment]
-        return _value.__get__(self)
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        _value.__set__(self, value)
-
-    def __del__(self) -> None:
-        update = _updates.pop(id(self))
-        update.left -= 1
-        if update.left == 0 and current_trace() is self.trace:
-            update.warn()
-
-
-_updates: dict[int, _Update] = {}  # by the ids of cells
 
 
 def watch_update(model: Any, values: Sequence[Any], others: Sequence[Variable]) -> None:
@@ -115,8 +124,8 @@ def watch_update(model: Any, values: Sequence[Any], others: Sequence[Variable]) 
         cells += [x._cell for x in others if type(x._cell) is TracedCell]
         update = _Update(len(cells), transform)
         for cell in cells:
-            cell.__class__ = _Unread
-            _updates[id(cell)] = update
+            cell.__class__ = _Watched
+            _watches[id(cell)] = update
 
 
 _LOST_UPDATE = """\
@@ -134,37 +143,27 @@ nnx.state(copy), and pass that to nnx.update(model, ...)."""
 
 
 class _Copy:
-    """One copy of a model: where it was merged, and the ids of the counts that were written and have yet to be read."""
+    """One copy of a model: where it was merged, and the ids of the counts that were written and have yet to be read.
 
-    __slots__ = ("place", "unread")
+    ``keys`` has for each count, by its id, the cell of the key of its stream, and that key.
+    """
+
+    __slots__ = ("keys", "place", "unread")
 
     def __init__(self) -> None:
-        self.place, self.unread = _Place(), set[int]()
+        self.place, self.unread, self.keys = _Place(), set[int](), dict[int, tuple[Cell, Any]]()
 
+    def read(self, count: _Watched) -> None:
+        self.unread.discard(id(count))
 
-class _CountOfCopy(TracedCell):
-    """The cell of the count of a stream in a copy: each draw reads and writes it."""
+    def wrote(self, count: _Watched) -> None:
+        self.unread.add(id(count))
 
-    __slots__ = ()
-
-    @property
-    def value(self) -> Any:  # type: ignore[override]
-        _copies[id(self)][0].unread.discard(id(self))
-        return _value.__get__(self)
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        _copies[id(self)][0].unread.add(id(self))
-        _value.__set__(self, value)
-
-    def __del__(self) -> None:
-        copy, key, its_value = _copies.pop(id(self))
-        if id(self) in copy.unread and key.value is its_value and current_trace() is self.trace:
-            copy.unread.clear()  # one warning for all of its streams
-            copy.place.warn(_LOST_DRAWS.format(function=copy.place.function))
-
-
-_copies: dict[int, tuple[_Copy, Cell, Any]] = {}  # by the ids of cells; with the cell of the stream's key, and the key
+    def gone(self, count: _Watched) -> None:
+        cell, key = self.keys.pop(id(count))
+        if id(count) in self.unread and cell.value is key and current_trace() is count.trace:
+            self.unread.clear()  # one warning for all of its streams
+            self.place.warn(_LOST_DRAWS.format(function=self.place.function))
 
 
 def watch_draws(model: Any) -> None:
@@ -179,8 +178,8 @@ def watch_draws(model: Any) -> None:
         copy = _Copy()
         for count, key in [(x.count._cell, x.key._cell) for x in streams]:
             if id(key.value) in live and type(count) is TracedCell:
-                count.__class__ = _CountOfCopy
-                _copies[id(count)] = copy, key, key.value
+                count.__class__ = _Watched
+                _watches[id(count)], copy.keys[id(count)] = copy, (key, key.value)
 
 
 _LOST_DRAWS = """\

@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 from .call_paths import Listener
+from .switches import Switch
 
 
 class _Settings(threading.local):
@@ -15,8 +16,8 @@ class _Settings(threading.local):
 settings = _Settings()
 
 
-class use_name_scopes:
-    """Set whether operations carry the path of the Module that makes them; as a context manager, for a block.
+class use_name_scopes(Switch):
+    """Set whether operations carry the path of the Module that makes them; also for a block, or as a decorator.
 
     The names appear in jaxprs, in lowered and compiled programs, and so in profiles. They are given while a transform
     of nnxlib traces, and change neither results nor the need to compile: a function keeps the names it was traced with.
@@ -34,15 +35,13 @@ class use_name_scopes:
     False
     """
 
-    def __init__(self, value: bool, /):
-        self._before = settings.shown
+    @classmethod
+    def _get(cls) -> bool:
+        return settings.shown
+
+    @classmethod
+    def _put(cls, value: bool | None) -> None:
         settings.shown = bool(value)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: Any) -> None:
-        settings.shown = self._before
 
 
 def scope_of_call(listener: Listener, module: Any, name: str) -> str:

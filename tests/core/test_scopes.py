@@ -138,6 +138,16 @@ def test_names_can_be_switched_off():
     assert "layers" in nnx.jit(lambda m, x: m(x)).lower(model, X).as_text(debug_info=True)
 
 
+def test_a_function_is_decorated_as_by_other_switches():
+    """It is set within each call of the function only."""
+
+    @nnx.use_name_scopes(False)
+    def shown():
+        return settings.shown
+
+    assert (settings.shown, shown(), settings.shown) == (True, False, True)
+
+
 def test_names_are_per_thread():
     """As the other switches."""
     seen = []
