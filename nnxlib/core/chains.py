@@ -6,7 +6,7 @@ computes ``trainer.models["average"](x)``, and with names in place of holders::
 
     the function  <-  look up "trainer"  <-  look up "models"  <-  look up "average"
 
-Three questions are asked of a chain:
+Three questions are asked of a chain (what for is in docs/how_it_works.md, "Closures"):
 
 - Does it still lead to the same value? Each of its :meth:`~Chain.steps` can be made again.
 - Is what is now found on another chain at the same place? Then both have the same :meth:`~Chain.address`.

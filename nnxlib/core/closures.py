@@ -2,7 +2,8 @@
 
 ``nnx.jit(lambda x: model(x))`` traces a function that refers to a live model. If the weights became constants of the
 trace, later calls would not see them change. So a jitted function finds out what it captures, and takes that as
-further inputs:
+further inputs. Many files take part in this: docs/how_it_works.md has a table of them, at the end of "Closures". Two
+steps are made here:
 
 1. While it traces, it *watches*. When the function reads a Variable, or calls, packs, copies, lists, writes or looks
    through (``vars``) a Module, that was made outside of the trace, the object is *noticed*. A trace that noticed some
@@ -11,11 +12,9 @@ further inputs:
    and belong to the trace, so the function may read and write them through any reference it has. Afterwards, also
    when the trace fails, they are exactly as before. What changed is in the Delta, and is committed as for an argument.
 
-Reading a plain attribute is not noticed. So if code may read one, its Module counts as captured before the first
-trace: those to which the function refers (references.py), and those that its arguments hold besides data (held.py).
-Each call checks that the function still refers to the same objects, and that there are none where there were none
-(conditions.py). A function without closures pays one test of :attr:`Watch.all` per read, and only while something is
-being traced.
+Reading a plain attribute is not noticed. So if code may read one, its Module counts as captured before the first trace
+(references.py, held.py). A function without closures pays one test of :attr:`Watch.all` per read, and only while
+something is being traced.
 
 One thread at a time borrows. A trace that would borrow while another thread does is abandoned (:class:`Occupied`), and
 made again later. It must not wait inside the trace, since JAX makes a thread wait for what another one is tracing.

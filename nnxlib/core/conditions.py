@@ -1,4 +1,4 @@
-"""Conditions: what must hold at a call of a function for an earlier trace of it to be right.
+"""Conditions: what must hold at a call of a function for an earlier trace of it to be right (docs/how_it_works.md).
 
 The objects that the function captures, the *roots*, must be where they were. So each look-up on the chains to them
 (chains.py) is made again, as a :class:`~nnxlib.core.chains.Step`.

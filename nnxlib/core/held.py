@@ -1,7 +1,7 @@
 """What the arguments of a function hold besides data: Modules that it may use without a trace noticing it.
 
-A trace notices that a Variable is read or a Module is called, but not that a setting is read. So the Modules to which
-the arguments lead are found before the trace (transforms/closure_inputs.py, program.py). They are in four places:
+A trace notices that a Variable is read or a Module is called, but not that a setting is read (docs/how_it_works.md,
+"Closures"). So the Modules to which the arguments lead are found before the trace. They are in four places:
 
 - in a function that is an attribute, such as ``attention_fn=partial(attend, rope=RoPE())``;
 - in the class of an object;

@@ -2,7 +2,7 @@
 
 A function refers to its closure, its defaults and its globals, and these hold other values in turn. A :class:`LookUp`
 is one step: a *holder*, a *key*, and the *kind* of look-up. It can be made at any time, and finds what is there then.
-How they form chains is in chains.py.
+How they form chains is in chains.py, what the chains are for in docs/how_it_works.md ("Closures").
 
 :func:`look_ups_in` yields the look-ups in any object. Those in globals depend on what a function, or other code, names:
 :func:`globals_of`, :func:`globals_in`.

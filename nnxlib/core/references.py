@@ -1,9 +1,9 @@
 """References: the search for what a function refers to.
 
-A jitted function finds out which objects it captures while it is traced. At later calls it must know, without a trace,
-whether it would still capture the same ones. So :func:`search` finds the chains of look-ups that lead from the function
-to these objects (chains.py), and they are followed again at each call (conditions.py). They go through closures, plain
-containers, plain objects and their classes, weak references, thread-local and context variables, and other functions.
+At a later call a jitted function must know, without a trace, whether it would still capture the same objects
+(docs/how_it_works.md, "Closures"). So :func:`search` finds the chains of look-ups that lead to these (chains.py), which
+each call follows again (conditions.py). They go through closures, plain containers, plain objects and their classes,
+weak references, thread-local and context variables, and other functions.
 
 A place may hold None or a number when the function is traced, and a Module later. So the chains to such places are
 followed, too, if code of the function names them: each is an *end*.

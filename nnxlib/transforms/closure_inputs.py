@@ -1,12 +1,12 @@
 """What a jitted function captures: the objects that it refers to without taking them as arguments.
 
-They are found while the function is traced (core/closures.py), and are inputs and outputs from then on. At the next
-call the function may refer to other ones, because a closure or a global has been set. So each look-up on the chains to
-them (core/chains.py) is made again, and what it finds is compared with what it found before.
+They are found while the function is traced, and are inputs and outputs from then on. Each call asks what they are now,
+because a closure or a global may have been set. (docs/how_it_works.md, "Closures", has all steps of this, and the files
+where they are.)
 
-If something differs, and the objects are searched again, there may be as many as before, of the same structure, to
-which other chains lead. A compiled function takes them in a certain order: first the Module under one name, then the
-one under another. So the *addresses* of the objects are part of its key: what is looked up on the chains to each.
+If the objects have to be searched again, there may be as many as before, of the same structure, to which other chains
+lead. A compiled function takes them in a certain order: first the Module under one name, then the one under another. So
+the *addresses* of the objects are part of its key: what is looked up on the chains to each (core/chains.py).
 
 All of this is kept in one record, :class:`Known`, which :class:`Captures` replaces when something has changed. Some
 values of captured Variables are part of the key, too (literals.py).
@@ -311,9 +311,9 @@ def _by_part(found: Reached) -> dict[int, list[Any]]:
 
 
 def _with_more(before: Sequence[weakref.ref], more: Sequence[Any], found: Reached) -> list[weakref.ref]:
-    """References to the roots before and to more; in place of a root that is held by objects on the chains, to these.
+    """References to the roots ``before``, and to ``more`` of them.
 
-    The root may be replaced in them.
+    An object that others at the end of chains hold is captured by these holders: it may be replaced in them.
     """
     holders = _by_part(found) if more else {}
     present = {id(reference()) for reference in before}
