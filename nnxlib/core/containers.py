@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Any, Self, SupportsIndex, overload
 
 from .adopting import CONTAINERS, adopt, fill_adopted
-from .closures import Watch, notice
 from .data import data, declares, explicit_mark, is_data, mark_of, static, undeclared
 from .finding import reachable
 from .generics import A
@@ -297,15 +296,11 @@ class Dict(_Container, DictSlots[A], dict[str, A], Node):  # type: ignore[misc]
 
     __slots__ = ()
     _nnx_slots = DictSlots
+    _nnx_view = ItemView
+    __dict__ = vars(HasAttributes)["__dict__"]
 
     def __init__(self, items: Mapping[str, A] | Iterable[tuple[str, A]] = (), /, **kwargs: A):
         _fill(self, dict(items, **kwargs))
-
-    @property
-    def __dict__(self) -> Any:  # type: ignore[override]  # vars() accepts any mapping; the items are the attributes
-        if Watch.all:
-            notice(self)
-        return ItemView(self)
 
     def __dir__(self) -> list[str]:
         return sorted({*dir(type(self)), *[key for key in self if isinstance(key, str)]})
