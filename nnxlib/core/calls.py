@@ -199,6 +199,9 @@ def objects_of_traces() -> Iterator[Any]:
         listener = listener.outer
 
 
+# --- within nnx.capture ----------------------------------------------------------------------------------------------
+
+
 def current_collector() -> Collector | None:
     """The Collector of the enclosing ``nnx.capture``; None outside of one."""
     listener = _active.listener

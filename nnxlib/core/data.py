@@ -4,6 +4,17 @@ Arrays, Variables and nodes are *data*, and so is a pytree that holds any; every
 program. An annotation ``x: nnx.Data[...]``, or ``nnx.data(x)`` / ``nnx.static(x)`` at assignment or as a dataclass
 field, overrides that for one attribute: its *mark*. The marks of a class are found once; those of an object are in its
 ``_nnx_marks``.
+
+The questions about a value, from what is known at a glance to what takes a look into it:
+
+    is_node            a node or a Variable, which have an identity in the graph
+    is_array           what JAX can trace: an array, a tracer, a Ref, an abstract array
+    is_plain           no data for certain: a number, text, a function
+    is_data_leaf       data, and no pytree: a node, an array, an instance of a registered type
+    is_data_part       that, or a method bound to a node
+    is_data            data as an attribute: that, or a pytree with some in it, which ``has_data`` lists
+    holds_nodes        a pytree with a node in it
+    is_without_order   a dict that JAX cannot flatten
 """
 
 from __future__ import annotations
