@@ -408,7 +408,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         leaf_labels: Sequence[Any] = ()
         if not self._one_lane:
             entries = self._entries(arguments, donate)
-            labels, leaf_labels = label_arguments(layout, packed.leaves, packed.objects, entries)
+            labels, leaf_labels = label_arguments(packed, entries)
         key = layout, token, tuple(leaf_labels)
         plan = self._plans.get(key)
         if plan is not None:

@@ -19,7 +19,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ..core.errors import OUTPUT, AliasingError, ArgumentError, PrefixError, format_path
-from ..core.graph import After
+from ..core.graph import After, Packed
 from ..core.layout import Layout
 from ..core.rows import LEAF, ROOT, NodeRow, Owner, Ref, Row, Spec, Tree, VariableRow, children, own_leaf_paths, parts
 from ..core.static import Const
@@ -152,9 +152,7 @@ class _Visit:
         return format_path(path, "" if self.depth else OUTPUT)  # of a path in the output, filters see all keys
 
 
-def label_arguments(
-    layout: Layout, leaves: Sequence[Any], objects: Sequence[Any], entries: Sequence[Any]
-) -> tuple[Labels, list[Any]]:
+def label_arguments(packed: Packed, entries: Sequence[Any]) -> tuple[Labels, list[Any]]:
     """The labels of packed ``Arguments``, by row and in the order of the leaves.
 
     Mappings see paths without the first two keys, which lead to the argument (``args[0]``).
@@ -163,6 +161,7 @@ def label_arguments(
       AliasingError: for a shared object that two arguments give different labels; names both paths.
       PrefixError: for a leaf that no filter of a mapping takes; names its path.
     """
+    layout, leaves, objects = packed
     values: dict[int, list[Any]] = {i: [objects[i]] for i in layout.variables}
     for (i, _), leaf in zip(layout.owners[len(values) :], leaves[len(values) :], strict=True):
         values.setdefault(i, []).append(leaf)
@@ -212,9 +211,7 @@ def join_lanes(groups: Sequence[Sequence[Any]], lane_of: Sequence[int]) -> Seque
     return [next(sources[lane]) for lane in lane_of]
 
 
-def mapped_size(
-    layout: Layout, leaves: Sequence[Any], labels: Sequence[Any], what: str, option: str, given: int | None
-) -> int | None:
+def mapped_size(packed: Packed, labels: Sequence[Any], what: str, option: str, given: int | None) -> int | None:
     """The common size of all mapped axes, those whose labels are numbers; None if there are none.
 
     The user of the transform ``what`` may have ``given`` the size by an ``option``.
@@ -225,7 +222,7 @@ def mapped_size(
     """
     sizes = {} if given is None else {given: option}
     lacking: list[tuple[tuple, tuple[int, ...], int]] = []
-    for path, leaf, axis in zip(layout.leaf_paths, leaves, labels, strict=True):
+    for path, leaf, axis in zip(packed.layout.leaf_paths, packed.leaves, labels, strict=True):
         for x in jtu.tree_leaves(leaf) if isinstance(axis, int) else ():
             if not is_traceable(x):
                 where, kind = format_path(path), type(x).__name__
@@ -238,7 +235,7 @@ def mapped_size(
     if lacking:
         path, shape, axis = lacking[0]
         head = f"{format_path(path)} has shape {shape}, so there is no axis {axis} for {what} in it."
-        raise PrefixError(head + (_on_stream(layout, path, next(iter(sizes), "n")) or _STACK))
+        raise PrefixError(head + (_on_stream(packed.layout, path, next(iter(sizes), "n")) or _STACK))
     if len(sizes) > 1:
         found = ", ".join(f"{size} ({where})" for size, where in sizes.items())
         raise PrefixError(f"{what} got axes of different sizes: {found}. {_WHOLE}")

@@ -308,7 +308,7 @@ def lift_lanes(
         entries = [*entries, *same_entries(0, arguments.captured)]
     with recorded_anew(arguments):
         packed = pack_live(arguments)
-        labels, leaf_labels = label_arguments(packed.layout, packed.leaves, packed.objects, entries)
+        labels, leaf_labels = label_arguments(packed, entries)
         function = repeated(function, size(packed, leaf_labels))
         recorded = [0] if axis_name is not MISSING and recorded_types() else []  # what slices sow is stacked
         lanes = lanes_of(leaf_labels, entries, out_prefix, recorded)

@@ -24,7 +24,7 @@ from jax import export
 
 from ..core.calls import repeated
 from ..core.errors import BodyError, PlacementError, PrefixError, describe_nested, listed, place_of
-from ..core.graph import After
+from ..core.graph import After, Packed
 from ..core.layout import Layout
 from ..core.missing import MISSING
 from ..core.packing import pack_live
@@ -145,8 +145,8 @@ def looped(
         with recorded_anew(arguments):
             packed = pack_live(arguments)
             layout = packed.layout
-            labels, leaf_labels = label_arguments(layout, packed.leaves, packed.objects, entries)
-            size = _length(layout, packed.leaves, leaf_labels, length)
+            labels, leaf_labels = label_arguments(packed, entries)
+            size = _length(packed, leaf_labels, length)
             settings = (name, data_transform, *prefix_key(in_axes), *prefix_key(out_axes))
             options = (*loop.keywords.values(), type(loop.keywords["unroll"]))  # unroll=True is not unroll=1
             key = (loop.func, *options, tuple(leaf_labels), size, *settings, settings_of(inner))
@@ -436,11 +436,11 @@ def _slice_type(leaf: Any, label: Any) -> Any:
     return jax.tree.map(one, leaf)
 
 
-def _length(layout: Layout, leaves: list[Any], labels: Sequence[Any], length: int | None) -> int:
+def _length(packed: Packed, labels: Sequence[Any], length: int | None) -> int:
     given: Any = length  # it may be an array
     if length is not None and not export.is_symbolic_dim(length):
         given = int(length)
-    size = mapped_size(layout, leaves, labels, "scan", "length", given)
+    size = mapped_size(packed, labels, "scan", "length", given)
     if size is None:
         raise PrefixError("scan does not know how often to run: nothing has an axis. Pass length=...")
     return size

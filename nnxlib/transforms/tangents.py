@@ -119,7 +119,7 @@ def differentiated(
         for x in jtu.tree_leaves(arg, is_leaf=is_node):
             entries.append(_entry(x, filters[i], default) if i in filters else _REST)
     entries += [_REST] * (len(children(packed.layout.root)) - len(entries))
-    _, labels = label_arguments(packed.layout, packed.leaves, packed.objects, entries)
+    _, labels = label_arguments(packed, entries)
     lane_of = tuple(map(_LANES.index, labels))
     taken = {path[1] for path, lane in zip(packed.layout.leaf_paths, lane_of, strict=True) if lane == 0}
     for i, filter_ in filters.items():

@@ -75,7 +75,7 @@ def vmap(
         refuse = lambda groups: _refuse_explicit(crossing, groups)
         return _placing(_checked(pure, lanes, transform, refuse), crossing)
 
-    size = functools.partial(_size, "vmap", axis_size)
+    size = lambda packed, labels: mapped_size(packed, labels, "vmap", "axis_size", axis_size)
     return mapped(f, over, in_axes, out_axes, "vmap", axis_name_in(transform_metadata), size)
 
 
@@ -130,7 +130,7 @@ def pmap(
         return _placing(tracing_all(lambda *groups: program(groups), crossing), crossing)
 
     def size(packed: Packed, labels: Sequence[Any]) -> int | None:
-        found = _size("pmap", axis_size, packed, labels)
+        found = mapped_size(packed, labels, "pmap", "axis_size", axis_size)
         available = len(devices) if devices is not None else jax.local_device_count(backend)
         if found is not None and found > available:
             raise PrefixError(
@@ -188,10 +188,6 @@ def _placing(run: Callable, crossing: Crossing) -> Callable:
         return split_lanes(leaves, outcome.lane_of, len(crossing.lanes)), outcome
 
     return run if crossing.axis_name.partition is None else placing
-
-
-def _size(what: str, axis_size: int | None, packed: Packed, labels: Sequence[Any]) -> int | None:
-    return mapped_size(packed.layout, packed.leaves, labels, what, "axis_size", axis_size)
 
 
 def _checked(

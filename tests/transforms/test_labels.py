@@ -25,7 +25,7 @@ from .kinds import Net
 def labels_of(entries, *args, **kwargs):
     """Path -> label, of every leaf of packed arguments."""
     packed = pack(Arguments(args, kwargs))
-    _, labels = label_arguments(packed.layout, packed.leaves, packed.objects, entries)
+    _, labels = label_arguments(packed, entries)
     assert len(labels) == len(packed.leaves)
     paths = [".".join(map(str, path[1:])) for path in packed.layout.leaf_paths]
     return dict(zip(paths, labels, strict=True))
@@ -135,7 +135,7 @@ def test_new_objects_get_labels_from_what_holds_them():
     a, b = Net(), Net()
     packed = pack(Arguments((a, b), {}))
     mapping = PrefixMapping({nnx.Param: "p", ...: "rest"})
-    labels, _ = label_arguments(packed.layout, packed.leaves, packed.objects, [mapping, "b"])
+    labels, _ = label_arguments(packed, [mapping, "b"])
     a.new, b.new, free = nnx.Param(jnp.ones(1)), nnx.List([nnx.Param(jnp.ones(1)), jnp.ones(1)]), Net()
     a.stat.value = jnp.ones(1)
     out = {"free": free, "x": jnp.ones(1)}
