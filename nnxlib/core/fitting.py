@@ -21,6 +21,7 @@ import numpy as np
 from .closures import notice_all
 from .differences import ANY_VALUE, Aval, Difference, aval_of, leaf_differences, misfits, path_hint, refuse
 from .errors import Path
+from .graph import Packed
 from .graphdef import Avals, GraphDef, avals_of, graphdef_of
 from .layout import Layout
 from .making import make_variable
@@ -65,19 +66,13 @@ class ToWrite(NamedTuple):
     new: list[tuple[int, Any, Variable]]  # (row of the node, name there, Variable) of each new Variable
 
 
-def values_to_write(
-    layout: Layout,
-    leaves: list[Any],
-    objects: list[Any],
-    states: tuple[Any, ...],
-    strict: bool,
-    attached: type[Variable],
-) -> ToWrite:
-    """What States bring to an object with these leaves; new Variables are taken if they are of the type ``attached``.
+def values_to_write(packed: Packed, states: tuple[Any, ...], strict: bool, attached: type[Variable]) -> ToWrite:
+    """What States bring to an object that was packed; new Variables are taken if they are of the type ``attached``.
 
     Raises:
       StateMismatchError: if ``strict`` and there are leaves that do not fit; if not, these are skipped.
     """
+    layout, leaves, objects = packed
     given = leaves_by_position(layout, states)
     if given is not None and at_top_level():
         live = enumerate([*[objects[i] for i in layout.variables], *leaves[len(layout.variables) :]])

@@ -97,8 +97,9 @@ def pack(tree: Any) -> Packed:
     return Packed(layout, walk.leaves(), walk.objects)
 
 
-def by_path(layout: Layout, leaves: list[Any], objects: Sequence[Any]) -> Iterator[tuple[errors.Path, Any]]:
+def by_path(packed: Packed) -> Iterator[tuple[errors.Path, Any]]:
     """(first path, Variable or array) of each leaf of what was packed."""
+    layout, leaves, objects = packed
     variables = [objects[i] for i in layout.variables]
     return zip(layout.leaf_paths, variables + leaves[len(variables) :], strict=True)
 

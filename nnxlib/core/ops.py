@@ -24,7 +24,7 @@ from .differences import aval_of
 from .errors import ArgumentError, Path, StateMismatchError, TraceContextError, UsageError, format_path
 from .filters import Filter, filters_to_predicates, warn_of_node_classes
 from .formulas import copied
-from .graph import Delta, build, by_path, commit, even_if_interrupted
+from .graph import Delta, Packed, build, by_path, commit, even_if_interrupted
 from .graphdef import GraphDef, graphdef_of
 from .graphstate import GraphState
 from .iteration import holder_of
@@ -50,10 +50,10 @@ Items = list[tuple[Path, Any]]  # pairs of path and leaf
 # --- split and merge ------------------------------------------------------------------------------------------------
 
 
-def _packed(node: Any) -> tuple[Layout, list[Any], list[Any]]:
-    """(layout, leaves, objects) of a node, from its table where it has one."""
+def _packed(node: Any) -> Packed:
+    """A node, packed from its table where it has one."""
     layout, leaves, objects = _to_be_read(node)
-    return layout, leaves(), objects
+    return Packed(layout, leaves(), objects)
 
 
 def _to_be_read(node: Any) -> tuple[Layout, Callable[[], list[Any]], list[Any]]:
@@ -147,7 +147,7 @@ def _divided(flat: FlatState, filters: Sequence[Filter], exhaustive: bool) -> li
 
 def live_states(node: Any, filters: Sequence[Filter], *, exhaustive: bool) -> tuple[Any, ...]:
     """The leaves of a node as a State, or one for each filter, with its very Variables."""
-    flat = FlatState(by_path(*_packed(node)))
+    flat = FlatState(by_path(_packed(node)))
     return tuple([state_of_items(group) for group in _divided(flat, filters, exhaustive)])
 
 
@@ -359,8 +359,8 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
 
 def write_states(node: Any, states: tuple[Any, ...], strict: bool, attached: type[Variable]) -> None:
     """What :func:`update` does; Variables of type ``attached`` that the node does not have are attached."""
-    layout, leaves, objects = _packed(node)
-    values, metadata, new = fitting.values_to_write(layout, leaves, objects, states, strict, attached)
+    layout, leaves, objects = packed = _packed(node)
+    values, metadata, new = fitting.values_to_write(packed, states, strict, attached)
     for i, name, _ in new:
         check_writable(objects[i], f"attach {name!r}")
     # Most leaves are committed. Those of a pytree around the objects are set in the container that holds them, and
@@ -370,7 +370,7 @@ def write_states(node: Any, states: tuple[Any, ...], strict: bool, attached: typ
     in_refs = {k: values.pop(k) for k in layout.in_refs & values.keys() - metadata.keys()}
 
     def write() -> None:
-        _write(layout, leaves, objects, values, metadata)
+        _write(packed, values, metadata)
         for k, value in in_refs.items():
             objects[layout.variables[k]].set_raw_value(value)
         for holder, key, value in items:
@@ -405,10 +405,9 @@ def _settable(tree: Any, path: Path) -> tuple[Any, Any]:
     return holder, path[-1]
 
 
-def _write(
-    layout: Layout, leaves: list[Any], objects: list[Any], new: dict[int, Any], metadata: dict[int, Any]
-) -> None:
+def _write(packed: Packed, new: dict[int, Any], metadata: dict[int, Any]) -> None:
     """Write values and metadata, by position, to the live objects, as a commit."""
+    layout, leaves, objects = packed
     n, variables = len(layout.variables), layout.variables
     rows: dict[int, Row] = {
         variables[k]: VariableRow(type(objects[variables[k]]), found.const()) for k, found in metadata.items()
@@ -475,10 +474,10 @@ def map(f: Callable[[Path, Any], Any], node: A, /, *, recreate_variables: bool =
     >>> nnx.map(lambda path, v: v * 2, nnx.Dict(a=nnx.Param(1.0))).a
     Param(2.0)
     """
-    layout, leaves, objects = _packed(node)
+    packed = _packed(node)
     result = _result if recreate_variables else lambda leaf, new: new
-    new = [result(leaf, f(path, leaf)) for path, leaf in by_path(layout, leaves, objects)]
-    return build(layout, new, dict(zip(layout.variables, new, strict=False)))[0]
+    new = [result(leaf, f(path, leaf)) for path, leaf in by_path(packed)]
+    return build(packed.layout, new, dict(zip(packed.layout.variables, new, strict=False)))[0]
 
 
 def _result(leaf: Any, new: Any) -> Any:

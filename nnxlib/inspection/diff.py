@@ -21,7 +21,7 @@ import numpy as np
 from ..core.data import is_node
 from ..core.differences import Difference, array_differences, aval_of, leaf_differences
 from ..core.errors import ArgumentError, Path, describe, format_path
-from ..core.graph import by_path, pack
+from ..core.graph import Packed, by_path, pack
 from ..core.graphdef import GraphDef, structural_differences
 from ..core.graphstate import GraphState
 from ..core.objects import Node
@@ -148,7 +148,7 @@ def _is_state(x: Any) -> bool:
     return not any(isinstance(y, Node) for y in jax.tree.leaves(x, is_leaf=is_node))
 
 
-def _packed(x: Any) -> Any:
+def _packed(x: Any) -> Packed:
     packed = pack(x)
     if not packed.layout.rows and not any(map(aval_of, packed.leaves)):
         raise ArgumentError(
@@ -175,7 +175,7 @@ def _leaves(x: Any) -> dict[Path, Any]:
         x = x._state
     if isinstance(x, FlatState):
         return dict(x)
-    return flatten_mapping(x) if _is_state(x) else dict(by_path(*_packed(x)))
+    return flatten_mapping(x) if _is_state(x) else dict(by_path(_packed(x)))
 
 
 def _common(these: dict[Path, Any], those: Collection[Path]) -> dict[Path, Any]:

@@ -216,7 +216,7 @@ def prefix(node: Any, filter_map: Mapping[Filter, Label] | Callable[[tuple, Any]
 
     def label(keys: tuple, x: Any) -> Any:
         start = tuple([path_key(key) for key in keys])
-        found = {path: resolve((*start, *path), value) for path, value in by_path(*pack(x))}
+        found = {path: resolve((*start, *path), value) for path, value in by_path(pack(x))}
         if [*found] == [()]:
             return found[()]
         return TreeState(resolve, from_flat_state(found.items()), start, filters, asked)
