@@ -140,7 +140,7 @@ class JitWrapped(Jitted, Generic[P, R]):
     ):
         self._function, self._args, self._kwargs = resolve(fun)
         stand_for(self, fun)
-        self._first_class = self._args[0].__class__ if self._args else None
+        self._first_class = self._args[0].__class__ if self._args else None  # see `_resolve_again`
         self._options = options
         shift = len(self._args)
         self._static = Selection(self._function, shift, *static, "static")
@@ -149,6 +149,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         refuse_nodes(out_shardings, "out_shardings")
         self._in_shardings = in_shardings
         self._out_shardings = out_shardings
+        # Whether the arguments of a call have to be completed by `_bind`; whether all leaves are treated alike.
         self._binds = bool(self._args or self._kwargs or self._static)
         self._one_lane = in_shardings is None and out_shardings is None and not self._donated
         mappings = jax.tree.leaves((in_shardings, out_shardings), is_leaf=_is_label)
