@@ -30,7 +30,7 @@ class Stamp:
 
     def __init__(self) -> None:
         self.edition = 1  # of the description: one more each time that it is brought up to date
-        self.valid = self.edition  # or False
+        self.valid = self.edition  # or False; a number, so that what was noted of an earlier edition is told apart
         self.changed: list[Callable[[], Any]] = []  # weak references to the objects whose structure has changed
 
     def renew(self) -> None:

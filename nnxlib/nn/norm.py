@@ -237,6 +237,10 @@ def _moments_settings(layer: Any) -> dict[str, Any]:
     }
 
 
+def _sizes(layer: Any) -> str:
+    return str(layer.num_features)
+
+
 class BatchNorm(Module):
     """Normalise each feature over the batch, with running statistics for evaluation.
 
@@ -325,8 +329,7 @@ class BatchNorm(Module):
         self.use_fast_variance = use_fast_variance
         self.promote_dtype = promote_dtype
 
-    def _nnx_sizes(self) -> str:
-        return str(self.num_features)
+    _nnx_sizes = _sizes
 
     def __call__(self, x: Array, use_running_average: bool | None = None, *, mask: Array | None = None) -> Array:
         """Normalise ``x``, an array of any shape whose axis ``axis`` has the size ``num_features``.
@@ -457,8 +460,7 @@ class LayerNorm(Module):
         self.use_fast_variance = use_fast_variance
         self.promote_dtype = promote_dtype
 
-    def _nnx_sizes(self) -> str:
-        return str(self.num_features)
+    _nnx_sizes = _sizes
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
         """Normalise ``x``, an array of any shape whose axis ``feature_axes`` has the size ``num_features``.
@@ -523,8 +525,7 @@ class RMSNorm(Module):
         self.use_fast_variance = use_fast_variance
         self.promote_dtype = promote_dtype
 
-    def _nnx_sizes(self) -> str:
-        return str(self.num_features)
+    _nnx_sizes = _sizes
 
     def __call__(self, x: Array, mask: Array | None = None) -> Array:
         """Normalise ``x``; see :meth:`LayerNorm.__call__`."""
@@ -717,8 +718,7 @@ class InstanceNorm(Module):
         self.use_fast_variance = use_fast_variance
         self.promote_dtype = promote_dtype
 
-    def _nnx_sizes(self) -> str:
-        return str(self.num_features)
+    _nnx_sizes = _sizes
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
         """Normalise ``x`` of shape ``[batch, *spatial, num_features]``; see :meth:`LayerNorm.__call__`.
