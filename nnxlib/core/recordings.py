@@ -4,7 +4,7 @@ The mark also says whether further values are appended, as ``sow`` does by defau
 recording to which values are appended is never an input of a transform: the body of the transform starts a new one,
 with the axes of the body, and its values are appended to the earlier ones afterwards (:func:`recorded_anew`). So a
 Module may be called both outside and inside of a loop. What is recorded in each slice, in a Module that is passed
-whole, gets an axis (``stack_recorded`` in transforms/axes.py). A recording does not count as a change of structure,
+whole, gets an axis (``stack_axes`` in transforms/axes.py). A recording does not count as a change of structure,
 which a branch or a loop would refuse (``is_taken_out`` in body_checks.py); each branch then returns what any of them
 records (branch.py).
 

@@ -62,13 +62,29 @@ def strip_axes(layout: Layout, leaves: Sequence[Any], labels: Sequence[Any], nam
     return layout if rows == list(layout.rows) else Layout(tuple(rows), layout.root)
 
 
-def stack_axes(after: After, labels: Sequence[Any], name: AxisName) -> After:
-    """What a function did that ran on slices, once the leaves whose label is an axis have been stacked."""
+def stack_axes(after: After, labels: Sequence[Any], layout: Layout, name: AxisName) -> tuple[After, Sequence[Any]]:
+    """What a function did that ran on slices, once the leaves whose label is an axis have been stacked; and the labels.
+
+    The function was given objects of the ``layout``. What it has recorded for an ``nnx.capture`` is stacked, too.
+    """
+    labels = _with_recorded(after, labels, layout)
     rows = dict(after.delta.rows)
     for (i, _), leaf, label in zip(after.owners, after.leaves, labels, strict=True):
         if i in rows:
             rows[i] = _moved(rows[i], leaf, label, name.added_to)
-    return after._replace(delta=after.delta._replace(rows=tuple(rows.items())))
+    return after._replace(delta=after.delta._replace(rows=tuple(rows.items()))), labels
+
+
+def _with_recorded(after: After, labels: Sequence[Any], layout: Layout) -> Sequence[Any]:
+    """The labels, with axis 0 for what slices have recorded in objects that are passed whole, within ``nnx.capture``.
+
+    A perturbation is left alone: a stacked one would be added as a whole in each slice.
+    """
+    kinds = [kind for kind in recorded_types() if not issubclass(kind, Perturbation)]
+    if not kinds:
+        return labels
+    new = [i >= len(layout.rows) and after.rows[i].type in kinds for i, _ in after.owners]
+    return [0 if is_new and not isinstance(label, int) else label for is_new, label in zip(new, labels, strict=True)]
 
 
 def _moved(row: Row, value: Any, label: Any, move: Callable[[Variable, int], None]) -> Row:
@@ -98,15 +114,3 @@ def place_new(delta: Delta, leaves: Sequence[Any], first: int, place: Callable =
 def place_stacks(delta: Delta, leaves: Sequence[Any], first: int, name: AxisName) -> Sequence[Any]:
     """:func:`place_new`, once the axis has been stacked: within a slice, nothing can be sharded along it."""
     return leaves if name.partition is None else place_new(delta, leaves, first, placed_stack)
-
-
-def stack_recorded(labels: Sequence[Any], layout: Layout, after: After) -> Sequence[Any]:
-    """The labels, with axis 0 for what slices have recorded in objects that are passed whole, within ``nnx.capture``.
-
-    A perturbation is left alone: a stacked one would be added as a whole in each slice.
-    """
-    kinds = [kind for kind in recorded_types() if not issubclass(kind, Perturbation)]
-    if not kinds:
-        return labels
-    new = [i >= len(layout.rows) and after.rows[i].type in kinds for i, _ in after.owners]
-    return [0 if is_new and not isinstance(label, int) else label for is_new, label in zip(new, labels, strict=True)]

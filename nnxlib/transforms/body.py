@@ -32,7 +32,7 @@ class Body(NamedTuple):
     delta: Delta
     owners: tuple[Owner, ...]  # of each leaf
     leaf_paths: tuple[tuple, ...]
-    labels: tuple[Any, ...]  # of each leaf; empty if there are none
+    labels: Sequence[Any]  # of each leaf; empty if there are none
     types: list[Any]  # of each leaf, see `type_of` in leaf_checks.py
 
 
@@ -45,7 +45,7 @@ def trace_body(
     function: Callable,
     layout: Layout,
     leaves: Sequence[Any],
-    adjust: Callable[[After, Any], tuple[After, tuple[Any, ...]]] = lambda after, out: (after, ()),
+    adjust: Callable[[After, Any], tuple[After, Sequence[Any]]] = lambda after, out: (after, ()),
     enter: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
 ) -> Body:
     """Trace a function of the objects of a layout, whose leaves may also be shapes and dtypes.
@@ -57,7 +57,7 @@ def trace_body(
       OutputError: if the function returns, or sets, what JAX cannot return; names the path.
     """
 
-    def call(seen: Sequence[Any]) -> tuple[After, tuple[Any, ...]]:
+    def call(seen: Sequence[Any]) -> tuple[After, Sequence[Any]]:
         out, after = cross(function, layout, seen)
         after, labels = adjust(after, out)
         check_returned(after)

@@ -47,7 +47,7 @@ from ..core.packing import pack_live
 from ..core.recordings import bring_back, carrier_in, give_on, recorded_anew, with_carrier
 from ..core.rows import Ref, parts
 from ..core.tracing import boundary
-from .axes import stack_axes, stack_recorded, strip_axes
+from .axes import stack_axes, strip_axes
 from .callables import resolve
 from .labels import Labels, join_lanes, label_arguments, labels_after, lane_numbers, lanes_of, split_lanes
 from .leaf_checks import check_returned, explain_untraced
@@ -213,8 +213,7 @@ class Crossing:
             name = "out_shardings or out_specs" if self.axis_name is MISSING else "out_axes"
             found = labels_after(self.labels, after, output_entries(self.out_prefix, out, name))
             if self.axis_name is not MISSING:
-                found = stack_recorded(found, layout, after)
-                after = stack_axes(after, found, self.axis_name)
+                after, found = stack_axes(after, found, layout, self.axis_name)
             lane_of = lane_numbers(found, self.lanes)
         outcome = Outcome(after.delta, lane_of, after.leaf_paths, self._read(after))
         return split_lanes(after.leaves, lane_of, len(self.lanes)), outcome

@@ -32,7 +32,7 @@ from ..core.recordings import give_on, recorded_anew, with_carrier
 from ..core.rows import ROOT, BoundMethod, Spec, Tree, children, same_treedef
 from ..core.variables import RngCount
 from . import body_checks
-from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks, stack_axes, stack_recorded, strip_axes
+from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks, stack_axes, strip_axes
 from .body import Body, own_states, trace_body
 from .callables import by_position, resolve
 from .classes import lifts_classes
@@ -197,12 +197,11 @@ class _Scan(NamedTuple):
         body_checks.check_types(given, types, paths, "body of scan")
         return self._run(body, leaves, sources)
 
-    def _stacked(self, after: After, out: Any) -> tuple[After, tuple[Any, ...]]:
+    def _stacked(self, after: After, out: Any) -> tuple[After, Sequence[Any]]:
         """What the body did, once slices have been stacked; and the labels of the leaves that come back."""
         _check_values(out, self.of.out_axes)
         found = labels_after(self.labels, after, output_entries(self.of.out_axes, out, "out_axes"))
-        labels = stack_recorded(found, self.layout, after)
-        return stack_axes(after, labels, self.of.axis_name), tuple(labels)
+        return stack_axes(after, found, self.layout, self.of.axis_name)
 
     def _run(self, body: Body, leaves: list[Any], sources: list[int]) -> tuple[list[Any], Outcome]:
         """The loop; ``sources`` are the positions of the leaves that it carries."""
