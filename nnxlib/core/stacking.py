@@ -3,10 +3,10 @@
 A State may come out of a mapped function, or be a slice of a stack of models. Then its leaves have other shapes than
 those of the object. They are accepted where this cannot be a mistake:
 
-    what has become of the leaves                                          merge    update
-    none is an array any more: a function gave labels, say, in their place  yes      no
-    all of a *kind* have gained, or lost, the same adjacent axes            yes      if all of the kind are given
-    several have gained the same first axis, and no other shape differs     yes      no
+    what has become of the leaves                                           in merge   in update
+    none is an array any more: a function gave labels, say, in their place  yes        no
+    all of a *kind* have gained, or lost, the same adjacent axes            yes        if all of the kind are given
+    several have gained the same first axis, and no other shape differs     yes        no
 
 A kind is a type of Variable, or bare arrays. The functions return the avals (shapes and dtypes) that the leaves must
 have in order to fit (fitting.py): those of the object, or the given ones where these are accepted.

@@ -113,27 +113,27 @@ def capture(
         def run(*args: Any, **kwargs: Any) -> tuple[Any, Sequence[State]]:
             inner = Arguments(args, kwargs, arguments.captured)
             module: Any = _first_module(inner)
-            earlier = take_out(inner, is_asked)
             listener: Any = current_listener()  # of this crossing
             live = zip(packed.objects, listener.objects, strict=True)
             collector.built.update((id(x), fresh) for x, fresh in live if fresh is not x)
             follower = None if method_outputs is None else _Recorder(method_outputs, only, listener.path_of(module))
 
-            def call() -> tuple[Any, ...]:
+            def call() -> tuple[Any, Sequence[State]]:
+                earlier = take_out(inner, is_asked)
                 with follower or nullcontext():
                     attached, replaced = ([], []) if init is None else _attach(module, init)
                     collector.count = 0  # what is in `init` has not been recorded now
                     out = function(*args, **kwargs)
                     bring_back(listener)
-                    return out, _pop_recorded(module, kinds) if kinds else (), attached, replaced
+                    recorded = _pop_recorded(module, kinds) if kinds else ()
+                take_out(inner, is_asked)  # of other Modules than this one
+                for owner, name in attached:
+                    if name in recorded_in(owner):  # of a type that was not asked for
+                        delattr(owner, name)
+                put_back(earlier + replaced)
+                return out, recorded
 
-            out, recorded, attached, replaced = call_recording(listener, collector, follower, call)
-            take_out(inner, is_asked)  # of other Modules than this one
-            for owner, name in attached:
-                if name in recorded_in(owner):  # of a type that was not asked for
-                    delattr(owner, name)
-            put_back(earlier + replaced)
-            return out, recorded
+            return call_recording(listener, collector, follower, call)
 
         with Loans.lock if loan else nullcontext():  # waits until no other thread borrows
             (_, recorded), after = cross(run, packed.layout, packed.leaves, part=operator.itemgetter(0), loan=loan)
