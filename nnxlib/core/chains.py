@@ -38,7 +38,7 @@ _TRANSPARENT = (
     dict, types.MappingProxyType, types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod
 )  # fmt: skip
 _DEFAULTS = "__defaults__", "__kwdefaults__"
-_OVER_ALL = "vars", "dir", "__dict__"  # code with one of these names may go over all attributes of an object
+OVER_ALL = "vars", "dir", "__dict__"  # code with one of these names may go over all attributes of an object
 # The attributes with which a function, a UserDict or weak dict, a ChainMap, and a member of an Enum wrap something.
 _WRAPPED = "__wrapped__", "data", "maps", "_value_"
 
@@ -96,7 +96,7 @@ class Chain(NamedTuple):
 
         ``along`` has the ids of values that the code may reach along another chain.
         """
-        over_all = any(name in names for name in _OVER_ALL)
+        over_all = any(name in names for name in OVER_ALL)
         for chain, holder in self.back():
             kind, _, key = chain.look_up
             if id(chain.value) in along:

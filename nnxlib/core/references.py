@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from . import look_ups
 from .calls import is_observed
-from .chains import CONSTANTS, Chain, is_constant_type
+from .chains import CONSTANTS, OVER_ALL, Chain, is_constant_type
 from .closures import RunningCode, is_lent_elsewhere
 from .identity import Identified
 from .look_ups import BY_SYNTAX, LookUp, is_of_library
@@ -38,7 +38,7 @@ _MOST_TO_FIND = 30_000  # look-ups in a search, of a few microseconds each
 _MOST_ELSEWHERE = 100  # functions of other files whose globals are searched
 
 _LEADS_NOWHERE = *CONSTANTS, type, types.ModuleType
-_BY_ANY_NAME = "getattr", "hasattr", "vars", "dir", "__dict__"  # code with one of these names may read any attribute
+_BY_ANY_NAME = "getattr", "hasattr", *OVER_ALL  # code with one of these names may read any attribute
 
 
 class Reached(NamedTuple):

@@ -173,7 +173,7 @@ class _Scanned(NamedTuple):
 class _Scan(NamedTuple):
     """A loop over arguments of one layout, with labels; its program takes their leaves."""
 
-    of: _Scanned
+    scanned: _Scanned
     layout: Layout
     labels: Labels
     leaf_labels: list[Any]  # of each leaf, in order
@@ -181,13 +181,13 @@ class _Scan(NamedTuple):
 
     def program(self, leaves: list[Any]) -> Any:
         """Trace the body on slices, check what it does, and loop over it."""
-        of, layout, labels, leaf_labels, size = self
+        scanned, layout, labels, leaf_labels, size = self
         _refuse_explicit(layout, leaves, leaf_labels)
         slices = [_slice_type(x, axis) for x, axis in zip(leaves, leaf_labels, strict=True)]
-        inner = strip_axes(layout, slices, leaf_labels, of.axis_name)
-        enter = None if of.data_transform is None else transformed_data(of.data_transform, inner, leaf_labels)
-        body = trace_body(repeated(of.function, size), inner, slices, self._stacked, enter)
-        replaced = _replaced(layout, labels, of.carried, body, of.out_place or ())
+        inner = strip_axes(layout, slices, leaf_labels, scanned.axis_name)
+        enter = None if scanned.data_transform is None else transformed_data(scanned.data_transform, inner, leaf_labels)
+        body = trace_body(repeated(scanned.function, size), inner, slices, self._stacked, enter)
+        replaced = _replaced(layout, labels, scanned.carried, body, scanned.out_place or ())
         _check_changes(layout, labels, body, replaced)
         sources, types = _recurring(layout, body, leaf_labels, replaced)
         strong = body_checks.retyped(leaves, sources, types)
@@ -199,9 +199,9 @@ class _Scan(NamedTuple):
 
     def _stacked(self, after: After, out: Any) -> tuple[After, Sequence[Any]]:
         """What the body did, once slices have been stacked; and the labels of the leaves that come back."""
-        _check_values(out, self.of.out_axes)
-        found = labels_after(self.labels, after, output_entries(self.of.out_axes, out, "out_axes"))
-        return stack_axes(after, found, self.layout, self.of.axis_name)
+        _check_values(out, self.scanned.out_axes)
+        found = labels_after(self.labels, after, output_entries(self.scanned.out_axes, out, "out_axes"))
+        return stack_axes(after, found, self.layout, self.scanned.axis_name)
 
     def _run(self, body: Body, leaves: list[Any], sources: list[int]) -> tuple[list[Any], Outcome]:
         """The loop; ``sources`` are the positions of the leaves that it carries."""
@@ -226,12 +226,12 @@ class _Scan(NamedTuple):
 
         xs = [jax.tree.map(lambda x, a=self.leaf_labels[k]: _moved(x, a, 0), leaves[k]) for k in sliced]
         length = None if export.is_symbolic_dim(self.size) else self.size  # JAX wants a number
-        last, ys = self.of.loop(step, [leaves[k] for k in sources], xs, length=length)
+        last, ys = self.scanned.loop(step, [leaves[k] for k in sources], xs, length=length)
         found = dict(zip(handed_on, last, strict=True))
         for k, y in zip(stacked, ys, strict=True):
             found[k] = jax.tree.map(lambda x, a=body.labels[k]: _moved(x, 0, a), y)
         returned = [found[k] for k in range(len(body.owners))]
-        placed = place_stacks(body.delta, returned, len(self.layout.rows), self.of.axis_name)
+        placed = place_stacks(body.delta, returned, len(self.layout.rows), self.scanned.axis_name)
         return list(placed), Outcome(body.delta)
 
 
