@@ -141,7 +141,7 @@ def resharded(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
 
 def varying_as(x: jax.Array, other: jax.Array) -> jax.Array:
     """``x``, marked as varying over the axes of a ``shard_map`` over which ``other`` varies."""
-    axes = tuple(_varying(other) - _varying(x))
+    axes = tuple(varying_axes(jax.typeof(other)) - varying_axes(jax.typeof(x)))
     if not axes:
         return x
     lax: Any = jax.lax
@@ -155,9 +155,9 @@ def zeros_of(type_: Any) -> jax.Array:
     return ad.zeros_like_aval(type_)
 
 
-def _varying(x: jax.Array) -> frozenset[str]:
-    aval: Any = jax.typeof(x)
-    return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
+def varying_axes(type_: Any) -> frozenset[str]:
+    """The axes of a ``shard_map`` over which arrays of a type from ``jax.typeof`` vary."""
+    return type_.vma if hasattr(type_, "vma") else type_.manual_axis_type.varying
 
 
 # --- jaxprs ---------------------------------------------------------------------------------------------------------

@@ -250,12 +250,13 @@ def _retyped(x: Any, type_: Any) -> Any:
 
 
 def check_types(values: Sequence[Any], types: Sequence[Any], paths: Sequence[tuple], what: str) -> None:
-    """Check that a body returns what it carries with the shape and dtype that went in.
+    """Check that a body returns what it carries with the types that went in.
 
     Raises:
       BodyError: naming the paths, and both types.
     """
     changes = type_changes(values, types, paths)
     if changes:
-        head = f"The {what} must keep the shape and dtype of what it carries:"
-        raise BodyError(listed(head, changes, "Cast or reshape inside, or start with the type that comes out."))
+        head = f"The {what} must keep the types of what it carries:"
+        advice = "Cast, reshape or reshard inside, or start with the type that comes out."
+        raise BodyError(listed(head, changes, advice))

@@ -217,7 +217,7 @@ def _joint_delta(layout: Layout, bodies: Sequence[Body]) -> tuple[Delta, list[Ow
 
 _TYPES = "Branch 0 and branch {k} (for cond: false_fun and true_fun) end with different types:"
 _IN_BRANCHES = "{{}} in branch 0, {{}} in branch {k}"
-_CAST = "Cast or reshape in one of them; what a branch leaves alone has the type that came in."
+_CAST = "Cast, reshape or reshard in one of them; what a branch leaves alone has the type that came in."
 
 
 def _check_structures(layout: Layout, first: Body, other: Body, k: int) -> None:

@@ -20,7 +20,7 @@ from ..core.graph import After
 from ..core.layout import Layout
 from ..core.reprs import static_repr
 from ..core.static import has_hash
-from ..core.tracing import AbstractValue, Tracer
+from ..core.tracing import AbstractValue, Tracer, varying_axes
 
 
 def check_returned(after: After) -> None:
@@ -150,17 +150,22 @@ BECAME = "{} became {}"
 def type_changes(values: Sequence[Any], types: Sequence[Any], paths: Sequence[tuple], said: str = BECAME) -> list[str]:
     """A line for each value that is not of its type."""
     return [
-        f"{place_of(path)}: {said.format(_types(value), _types(type_))}"
-        for value, type_, path in zip(values, types, paths, strict=True)
-        if _signature(value) != _signature(type_)
+        f"{place_of(path)}: {said.format(_text(value), _text(type_))}"
+        for value, type_, path in zip(map(type_of, values), map(type_of, types), paths, strict=True)
+        if jax.tree.structure(value) != jax.tree.structure(type_)
+        or any(map(_differ, jax.tree.leaves(value), jax.tree.leaves(type_)))
     ]
 
 
-def _signature(value: Any) -> tuple[Any, Any]:
-    types_, structure = jax.tree.flatten(type_of(value))
-    return structure, [(x.shape, x.dtype) for x in types_]
+def _differ(a: Any, b: Any) -> bool:
+    """Whether two types differ, also in their sharding over explicit axes, or in the axes over which arrays vary."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return True
+    anywhere = a.sharding.mesh.empty or b.sharding.mesh.empty
+    return not anywhere and (a.sharding.spec, varying_axes(a)) != (b.sharding.spec, varying_axes(b))
 
 
-def _types(value: Any) -> str:
-    structure, types_ = _signature(value)
-    return static_repr(structure.unflatten([jax.ShapeDtypeStruct(*type_) for type_ in types_]))
+def _text(type_: Any) -> str:
+    axes = sorted(varying_axes(type_)) if isinstance(type_, AbstractValue) else []
+    varying = f" that varies over {', '.join(map(repr, axes))} (jax.lax.pcast)" if axes else ""
+    return static_repr(type_) + varying

@@ -524,7 +524,7 @@ def test_carries_that_do_not_fit():
         def __call__(self, carry, inputs):
             return carry + 1, inputs
 
-    with pytest.raises(BodyError, match="must keep the shape and dtype"):
+    with pytest.raises(BodyError, match="must keep the types"):
         nnx.RNN(Growing())(array(2, 2, 3))
     with pytest.raises(BodyError, match="must come out with the structure"):
         nnx.RNN(Renaming())(array(2, 2, 3))

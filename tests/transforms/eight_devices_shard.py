@@ -323,6 +323,52 @@ def test_a_loop_over_an_axis_that_is_sharded_explicitly():
                     forward(ROWS, layers)
 
 
+def moved(model, x):
+    """Assigns what is sharded in another way."""
+    model.kernel.value = jax.sharding.reshard(model.kernel.value, P("d"))
+
+
+def differing(model, x):
+    """Assigns what differs between devices, in a ``shard_map``."""
+    model.kernel.value = model.kernel.value + x.sum()
+
+
+CONTROL_FLOW = {
+    "cond": lambda f: lambda model, x: nnx.cond(x.sum() > 0, f, lambda model, x: None, model, x),
+    "switch": lambda f: lambda model, x: nnx.switch(1, [lambda model, x: None, f], model, x),
+    "while_loop": lambda f: (
+        lambda model, x: nnx.while_loop(
+            lambda carry: carry[2] < 3,
+            lambda carry: f(*carry[:2]) or (*carry[:2], carry[2] + 1),
+            (model, x, jnp.array(0)),
+        )
+    ),
+    "fori_loop": lambda f: lambda model, x: nnx.fori_loop(0, 3, lambda i, carry: f(*carry) or carry, (model, x)),
+    "scan": lambda f: (
+        lambda model, x: nnx.scan(lambda carry: f(*carry) or carry, in_axes=nnx.Carry, out_axes=nnx.Carry, length=3)(
+            (model, x)
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTROL_FLOW)
+def test_a_branch_or_loop_that_moves_what_it_changes(name):
+    """The error names the Variable, and how it is sharded before and after, or the axes over which it varies."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    run = CONTROL_FLOW[name]
+    with jax.set_mesh(mesh):
+        model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        nnx.update(model, jax.device_put(nnx.state(model), P()))
+        for call in run(moved), nnx.jit(run(moved)):
+            with pytest.raises(errors.BodyError, match=r"kernel: float32\[8, 8\] .* over .*'d'.*\n.*reshard"):
+                call(model, jnp.ones(8))
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    mapped = nnx.shard_map(run(differing), mesh=MESH, in_specs=(P(), P("d")), out_specs=P())
+    with pytest.raises(errors.BodyError, match=r"kernel: float32\[8, 8\] .* that varies over 'd' \(jax.lax.pcast\)"):
+        mapped(model, jnp.ones(8))
+
+
 CELLS = {
     "lstm": lambda: nnx.LSTMCell(4, 3, rngs=nnx.Rngs(0)),
     "optimized": lambda: nnx.OptimizedLSTMCell(4, 3, rngs=nnx.Rngs(0)),
