@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ..core.missing import MISSING
@@ -68,6 +69,7 @@ def checked(pure: Callable, errors: Any) -> Callable:
         closed, shapes = jax.make_jaxpr(pure, return_shape=True)(leaves)
         closed = named_equations(closed, _name_check)
         error, out = checkify.checkify(jaxpr_as_fun(closed), errors)(*jtu.tree_leaves(leaves))
+        out = map(jnp.asarray, out)  # JAX gives its literals for constants, which lack the methods of an array
         return _with_exceptions(error, _located), jtu.tree_unflatten(jtu.tree_structure(shapes), out)
 
     return run

@@ -54,6 +54,19 @@ def test_checkify(outer):
     assert m.calls == 2
 
 
+def test_constants_come_out_as_arrays():
+    """Not as literals of JAX, which are no jax.Array and have no `.at`."""
+    m = Counting()
+
+    def f(m):
+        m.array, m.new = jnp.float32(1), nnx.Cache(jnp.float32(2))
+        return jnp.float32(3), m.w.value
+
+    _, (out, w) = nnx.checkify(f)(m)
+    assert all(isinstance(x, jax.Array) for x in (m.array, m.new.get_raw_value(), out))
+    assert w is m.w.value
+
+
 def test_checkify_errors_and_forms():
     """Other kinds of checks; as a decorator; of a jitted function; a method."""
     m = Counting()
