@@ -15,6 +15,7 @@ values of captured Variables are part of the key, too (literals.py).
 from __future__ import annotations
 
 import threading
+import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import MappingProxyType
@@ -101,7 +102,7 @@ class Captures:
         before. So each trace is given more than the last, and tracing ends.
         """
         roots = outside.roots
-        if not _new_ids(roots, before):
+        if roots and not _new_ids(roots, before):
             raise TraceContextError(_CAPTURED.format(names=", ".join(type(root).__name__ for root in roots)))
         with self._adding:
             if _new_ids(roots, self.now()[0]):  # if not, another thread has added them
@@ -142,6 +143,32 @@ class Captures:
         self._tokens, self.known = {}, None
         return True
 
+    def capture_held(self, packed: Packed, captured: Sequence[Any]) -> None:
+        """Before a trace, capture what its arguments lead to (core/held.py).
+
+        The trace would not notice it if it only reads settings; if it noticed it, it would be made twice. If they lead
+        to objects that are captured already, it is known from now on how: they may be replaced there.
+
+        Raises:
+          CapturedObjects: if anything is to be captured, or is known now; then without objects.
+        """
+        given = set(map(id, packed.objects))
+        used, methods = used_by_arguments([self._function], packed.layout)
+        others = [x for x in (*held_in(packed.layout), *used) if x._nnx_is_captured and id(x) not in given]
+        found = [x for x in others if x._nnx_trace is current_trace()]
+        if found:
+            raise CapturedObjects(found, running_in(methods))
+        with self._adding:
+            known = self.known
+            if not captured or known is None or [*map(id, captured)] != [id(reference()) for reference in known.roots]:
+                return
+            running = {**known.running, **running_in(methods)}
+            more = self._with_holders(known._replace(running=running), captured, packed.layout)
+            if len(running) == len(known.running) and more.holders is known.holders:
+                return
+            self.known = self._known_from(self._search(more, captured), known.roots, more)
+        raise CapturedObjects(())
+
     def capture_sharing(self, captured: Sequence[Any]) -> None:
         """Before a trace borrows these objects, capture others that share parts with them, or are parts of them.
 
@@ -161,18 +188,26 @@ class Captures:
             raise CapturedObjects(found)
 
     def _known_with(self, outside: CapturedObjects, layout: Layout) -> Known:
-        """What is known with further objects. If the function does not lead to these, arguments of the layout may."""
+        """What is known with further objects, to which the function leads, or arguments of the layout."""
         known = self.known or self._start_anew()
         known = known._replace(running={**known.running, **outside.running})
         sought = [*outside.roots, *[reference() for reference in known.roots]]
+        known = self._with_holders(known, sought, layout, pack(sought).layout)
         found = self._search(known, sought)
-        missing = {id(root) for root in outside.roots} - _by_part(found).keys()
-        if missing:
-            others = known._replace(holders=statics_and_classes(layout, pack(sought).layout))
-            more = _leading_to(missing, others.holders, self._search(others, sought))
-            known = known._replace(holders=(*known.holders, *more))
-            found = self._search(known, sought)
         return self._known_from(found, _with_more(known.roots, outside.roots, found), known)
+
+    def _with_holders(self, known: Known, objects: Sequence[Any], *layouts: Layout) -> Known:
+        """What is known, with what else arguments of the layouts hold that leads to these objects.
+
+        Such an object may be replaced there, and nothing else would notice that.
+        """
+        more = [x for x in statics_and_classes(*layouts) if not any(x is holder for holder in known.holders)]
+        if more:
+            own = self._search(known, objects)
+            given = (*self._given, *known.holders, *more)
+            others = search(self._function, objects, known.running.values(), given, self._names)
+            more = _leading_to(objects, more, others, own)
+        return known._replace(holders=(*known.holders, *more)) if more else known
 
     def _found_again(self, before: Known) -> Known:
         """What is known after something has changed: the objects that are now at addresses of captured ones.
@@ -255,14 +290,16 @@ def _used(found: Reached) -> list[Any]:
     return [x for x in found.used_unnoticed() if x._nnx_is_captured]
 
 
-def _leading_to(missing: set[int], holders: Sequence[Any], found: Reached) -> list[Any]:
-    """Those of the holders from which missing objects can be reached.
-
-    Such an object may be replaced in what an argument holds, and nothing else would notice that.
-    """
+def _leading_to(objects: Sequence[Any], holders: Sequence[Any], found: Reached, own: Reached) -> list[Any]:
+    """Those of the holders from which objects can be reached, but by the functions that the ``own`` chains lead to."""
     by_part = _by_part(found)
-    named = {id(x) for part in missing for x in by_part.get(part, ())}
-    first = {id([*chain.back()][-1][0].value) for chain in found.chains if id(chain.value) in named}
+    named = {id(x) for part in objects for x in by_part.get(id(part), ())}
+    known = {id(chain.value) for chain in own.chains if type(chain.value) is types.FunctionType}
+    first = set[int]()
+    for chain in found.chains_to_objects():
+        *values, _ = chain.value, *[holder for _, holder in chain.back()]  # the last is the function itself
+        if id(chain.value) in named and known.isdisjoint(map(id, values)):
+            first.add(id(values[-1]))
     return [x for x in holders if id(x) in first]
 
 
@@ -328,22 +365,6 @@ arguments."""
 
 
 # --- before a trace -------------------------------------------------------------------------------------------------
-
-
-def capture_held(function: Callable, packed: Packed) -> None:
-    """Before a trace, capture what its arguments lead to (core/held.py).
-
-    The trace would not notice it if it only reads settings; if it noticed it, it would be made twice.
-
-    Raises:
-      CapturedObjects: if there are any.
-    """
-    given = set(map(id, packed.objects))
-    used, methods = used_by_arguments([function], packed.layout)
-    others = [x for x in (*held_in(packed.layout), *used) if x._nnx_is_captured and id(x) not in given]
-    found = [x for x in others if x._nnx_trace is current_trace()]
-    if found:
-        raise CapturedObjects(found, running_in(methods))
 
 
 def captured_rows(layout: Layout) -> list[int]:

@@ -38,7 +38,7 @@ from .buffers import note_buffers
 from .callables import check_options, resolve
 from .checkify import note_nan_in_call
 from .classes import lifts_classes
-from .closure_inputs import EMPTY, NOTHING, Captured, Captures, capture_held
+from .closure_inputs import EMPTY, NOTHING, Captured, Captures
 from .dispatch import Dispatch, KnownCall, Miss
 from .jit_crossing import JitCrossing
 from .labels import label_arguments, lanes_of
@@ -414,7 +414,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         plan = self._plans.get(key)
         if plan is not None:
             return plan
-        capture_held(self._function, packed)
+        captures.capture_held(packed, arguments.captured)
         if arguments.captured:
             captures.capture_sharing(arguments.captured)
         if captures.forget_if_many():

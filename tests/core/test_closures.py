@@ -790,6 +790,63 @@ def test_what_a_captured_module_holds_is_listed_as_it_is(listed):
         assert count() == len(list(listed(holder[0])))
 
 
+class Holder:
+    """An object that is compared by identity, whatever it holds."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+
+class Owner(nnx.Module):
+    """An argument that leads to Layers besides its data: by a plain object, a function, its class, a global."""
+
+    def __init__(self, layer):
+        self.holder = holder = Holder(layer)
+        self.function = lambda x: holder.layer(x)
+
+    def in_object(self, x):
+        return self.holder.layer(x)
+
+    def setting_in_object(self, x):
+        return self.holder.layer.scale * x
+
+    def in_function(self, x):
+        return self.function(x)
+
+    def in_class(self, x):
+        return self.layer_of_class(x)
+
+    def in_global(self, x):
+        return LAYER_OF_OWNERS(x)
+
+
+LAYER_OF_OWNERS = None
+PUT = {
+    "in_object": lambda owner, layer: setattr(owner.holder, "layer", layer),
+    "setting_in_object": lambda owner, layer: setattr(owner.holder, "layer", layer),
+    "in_function": lambda owner, layer: setattr(owner.holder, "layer", layer),
+    "in_class": lambda owner, layer: setattr(Owner, "layer_of_class", layer),
+    "in_global": lambda owner, layer: globals().update(LAYER_OF_OWNERS=layer),
+}
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["not named", "named"])
+@pytest.mark.parametrize("way", PUT)
+def test_an_argument_leads_to_what_is_captured_already(way, named):
+    """By the function itself, or by an earlier argument: another Module may take its place there, too."""
+    layer, cls = Layer(1.0), type("Owner", (Owner,), {"run": getattr(Owner, way)})
+    owners = [cls(layer), cls(layer)]
+    PUT[way](owners[0], layer)
+    run = (lambda owner, x: owner.run(x) + layer(x)) if named else (lambda owner, x: owner.run(x))
+    f = nnx.jit(run)
+    for k, owner in enumerate((*owners, *owners)):
+        np.testing.assert_array_equal(f(owner, X), run(owner, X))
+        if k > 0:
+            other = Layer(k + 1.0)
+            other.scale = k + 2
+            PUT[way](owners[1], other)
+
+
 def test_an_argument_that_is_captured_too():
     """The same object as argument and in the closure is one object inside."""
     layer = Layer()
