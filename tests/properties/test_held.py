@@ -70,7 +70,7 @@ class World:
             lambda owner, layer: owner.holder.layers.__setitem__(0, layer),
             lambda owner, layer: setattr(owner.holder.inner, "layer", layer),
             lambda owner, layer: setattr(owner.holder.inner, "layers", [layer]),
-            lambda owner, layer: setattr(owner.holder, "inner", owner.holder.inner),
+            lambda owner, layer: setattr(owner.holder, "inner", Holder(layer)),
             lambda owner, layer: setattr(owner, "holder", self.owners[0].holder),
             lambda owner, layer: setattr(Owner, "layer_of_class", layer),
             lambda owner, layer: setattr(owner, "direct", layer),
