@@ -364,9 +364,6 @@ The function uses objects ({names}) that belong to another trace, in a way that 
 arguments."""
 
 
-# --- before a trace -------------------------------------------------------------------------------------------------
-
-
 def captured_rows(layout: Layout) -> list[int]:
     """The rows of the captured objects in packed :class:`Arguments`, and of those below them."""
     stack: list[Any] = [child for path, child in children(layout.root) if path[0] == "captured"]
