@@ -382,11 +382,16 @@ else:
         "set_mode": "use nnx.view",
         "set_mode_info": "use nnx.view_info",
         **dict.fromkeys(("use_refs", "using_refs", "to_refs", "as_ref_vars"), "give Variables ref=True"),
-        **dict.fromkeys(("use_hijax", "using_hijax"), "leave it out, and compile with nnx.jit what changes a Module"),
+        **dict.fromkeys(
+            "use_hijax using_hijax to_hijax to_lojax mutable freeze".split(),
+            "leave it out, and compile with nnx.jit what changes a Module",
+        ),
         **dict.fromkeys(
             ("as_immutable_vars", "as_mutable_vars", "as_hijax_vars", "to_arrays"),
             "leave it out: jax.grad and nnx.jit take a Module or a State as it is",
         ),
+        "mutable_array": "use jax.new_ref",
+        "MutableArray": "use jax.Ref",
         "register_variable_name_type_pair": "use nnx.register_variable_name",
         "with_sharding_constraint": "jax.lax.with_sharding_constraint takes a State",
     }
