@@ -85,19 +85,22 @@ class NodeShape:
     never valid, so :func:`_known_if_unflattened` is asked first when the node is flattened again.
     """
 
-    __slots__ = ("_key", "children", "fill", "keys", "kind", "marks", "mutable", "names", "open", "statics", "take")
+    __slots__ = tuple("_key children fill keys kind like marks mutable names open statics take".split())
     stamp, valid = _NEVER_VALID, True
 
-    def __init__(self, kind: type, names: tuple, statics: dict[Any, Const], children: tuple, marks: dict | None):
+    def __init__(
+        self, kind: type, names: tuple, statics: dict[Any, Const], children: tuple, marks: dict | None, like: type
+    ):
         self.kind, self.names, self.statics, self.children, self.marks = kind, names, statics, children, marks
+        self.like = like  # the class whose keys the children have: dict for a Dict without data
         self.mutable = [name for name, value in statics.items() if value.mutable]  # each node has a copy of these
-        self.keys = [_key(kind, name) for name in children]
+        self.keys = [_key(like, name) for name in children]
         self.open, self.take = _takers(kind, names, children)
         self.fill = _filler(names, {name: const.value for name, const in statics.items()}, children)
         self._key: Any = None
 
     def __reduce__(self):
-        return NodeShape, (self.kind, self.names, self.statics, self.children, self.marks)
+        return NodeShape, (self.kind, self.names, self.statics, self.children, self.marks, self.like)
 
     @property
     def key(self) -> Any:  # only needed when JAX compares or hashes a treedef
@@ -150,7 +153,8 @@ def _shape_of(node: Any) -> NodeShape:
     is_child = {name: (name in items and marks[name] is None) or _is_child(held[name], marks[name]) for name in names}
     children = tuple([name for name, chosen in is_child.items() if chosen])
     statics = {name: Const.of(held[name], (name,)) for name, chosen in is_child.items() if not chosen}
-    return NodeShape(type(node), tuple(held), statics, children, node._nnx_marks)
+    like = dict if only_static and not is_list else type(node)
+    return NodeShape(type(node), tuple(held), statics, children, node._nnx_marks, like)
 
 
 def _takers(kind: type, names: tuple, children: tuple) -> tuple[Callable[[Any], Any], Callable[[Any], Iterable[Any]]]:
@@ -357,7 +361,7 @@ def _is_child(value: Any, mark: bool | None) -> bool:
 
 
 def _key(kind: type, name: Any) -> Any:
-    if isinstance(name, str):
+    if isinstance(name, str) and kind is not dict:
         return jtu.GetAttrKey(name)
     return jtu.SequenceKey(name) if issubclass(kind, list) else jtu.DictKey(name)
 

@@ -715,3 +715,18 @@ def test_an_object_that_can_change_unnoticed_is_flattened_anew():
     for n in (1, 2, 3, 4, 5, 6):
         model["inner"].__dict__["n"] = n
         assert scaled(model) == jitted(model) == n
+
+
+def test_a_dict_of_settings_has_the_keys_of_a_dict():
+    """Code that maps over settings asks a key for its ``key``; those of a Dict with data are names, as in flax.nnx."""
+    m = nnx.Module()
+    m.sizes = {"a": 1, "b": [2, 3]}
+    m.layers = {"a": nnx.Param(jnp.ones(1))}
+
+    def paths(tree):
+        return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+    assert paths(m.sizes) == paths({"a": 1, "b": [2, 3]})
+    assert paths(copy.deepcopy(m).sizes) == paths(m.sizes)
+    assert paths(jax.tree.map(lambda x: x + 1, m.sizes)) == paths(m.sizes)
+    assert paths(m.layers) == [".a.value"]
