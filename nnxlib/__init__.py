@@ -383,7 +383,7 @@ else:
         "set_mode_info": "use nnx.view_info",
         **dict.fromkeys(("use_refs", "using_refs", "to_refs", "as_ref_vars"), "give Variables ref=True"),
         **dict.fromkeys(
-            "use_hijax using_hijax to_hijax to_lojax mutable freeze".split(),
+            ("use_hijax", "using_hijax", "to_hijax", "to_lojax", "mutable", "freeze"),
             "leave it out, and compile with nnx.jit what changes a Module",
         ),
         **dict.fromkeys(

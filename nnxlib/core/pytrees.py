@@ -85,7 +85,10 @@ class NodeShape:
     never valid, so :func:`_known_if_unflattened` is asked first when the node is flattened again.
     """
 
-    __slots__ = tuple("_key children fill keys kind like marks mutable names open statics take".split())
+    __slots__ = (
+        *("kind", "names", "statics", "children", "marks", "like"),
+        *("mutable", "keys", "open", "take", "fill", "_key"),
+    )
     stamp, valid = _NEVER_VALID, True
 
     def __init__(
