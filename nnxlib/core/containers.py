@@ -297,7 +297,7 @@ class Dict(_Container, DictSlots[A], dict[str, A], Node):  # type: ignore[misc]
     __slots__ = ()
     _nnx_slots = DictSlots
     _nnx_view = ItemView
-    __dict__ = vars(HasAttributes)["__dict__"]
+    __dict__ = property(vars(HasAttributes)["__dict__"].fget)  # type: ignore[assignment]  # items are set by their names
 
     def __init__(self, items: Mapping[str, A] | Iterable[tuple[str, A]] = (), /, **kwargs: A):
         _fill(self, dict(items, **kwargs))

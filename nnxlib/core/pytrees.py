@@ -86,9 +86,8 @@ class NodeShape:
     """
 
     __slots__ = (
-        *("kind", "names", "statics", "children", "marks", "like"),
-        *("mutable", "keys", "open", "take", "fill", "_key"),
-    )
+        "_key", "children", "fill", "keys", "kind", "like", "marks", "mutable", "names", "open", "statics", "take"
+    )  # fmt: skip
     stamp, valid = _NEVER_VALID, True
 
     def __init__(

@@ -291,7 +291,10 @@ def _used(found: Reached) -> list[Any]:
 
 
 def _leading_to(objects: Sequence[Any], holders: Sequence[Any], found: Reached, own: Reached) -> list[Any]:
-    """Those of the holders from which objects can be reached, but by the functions that the ``own`` chains lead to."""
+    """Those of the holders from which objects can be reached, other than through functions on the ``own`` chains.
+
+    What such a function refers to is looked up at each call already.
+    """
     by_part = _by_part(found)
     named = {id(x) for part in objects for x in by_part.get(id(part), ())}
     known = {id(chain.value) for chain in own.chains if type(chain.value) is types.FunctionType}
