@@ -36,6 +36,7 @@ from .data import (
     HIDING,
     data,
     explicit_mark,
+    is_data,
     static,
     undeclared,
     warn_of_hidden,
@@ -349,8 +350,14 @@ class HasAttributes(Node, HasDict):
         if abstract := _abstract_methods(cls):
             cls.__abstractmethods__ = abstract  # type: ignore[attr-defined]  # Python then refuses to make an instance
 
-    # Setting it is accepted, and changes nothing.
+    # What flax.nnx calls so: published code sets the first, which changes nothing, and looks names up in the second.
     _pytree__state = property(lambda self: PytreeState(owner=self), lambda self, state: None)
+
+    @property
+    def _pytree__nodes(self) -> dict[str, bool]:
+        """Whether each attribute is data."""
+        marks = [(name, value, explicit_mark(self, name)) for name, value in attributes_of(self).items()]
+        return {name: is_data(value) if mark is None else mark for name, value, mark in marks}
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override]  # vars() accepts any mapping

@@ -123,3 +123,19 @@ def test_a_new_pytree_state_is_no_attribute():
     assert state == pytreelib.PytreeState() == layer._pytree__state
     assert hash(state) == hash(pytreelib.PytreeState())
     assert repr(state) == "PytreeState(initializing=False)"
+
+
+def test_which_attributes_are_data():
+    """By the name that flax.nnx has for it; properties are no attributes."""
+
+    class Scaled(nnx.Pytree):
+        kind: nnx.Static[str]
+        limit: nnx.Data[int]
+        double = property(lambda self: 2 * self.scale, lambda self, x: setattr(self, "scale", x / 2))
+
+        def __init__(self):
+            self.double = jnp.ones(2)
+            self.kind, self.limit, self.power, self.hidden = "a", 1, 2, nnx.static([3])
+
+    found = Scaled()._pytree__nodes
+    assert found == {"scale": True, "kind": False, "limit": True, "power": False, "hidden": False}
