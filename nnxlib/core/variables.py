@@ -41,7 +41,7 @@ from .metadata import (
     name_axis,
     unname_axis,
 )
-from .missing import MISSING
+from .missing import MISSING, is_missing
 from .operators import ArrayOperators, unwrapped
 from .placement import placed
 from .stamps import Stamps
@@ -131,7 +131,7 @@ class Variable(ArrayOperators[A], VariableSlots):
             if "on_get_value" in metadata:
                 for hook in as_hooks(metadata["on_get_value"]):
                     value = hook(self, value)
-        return value if index is MISSING else value[index]
+        return value if index is MISSING or is_missing(index) else value[index]  # a call less where it counts
 
     def set_value(self, value: A | Variable[A], *, index: Any = MISSING) -> None:
         """Replace the value, through the ``on_set_value`` hooks; with ``index``, only ``value[index]``.
@@ -150,9 +150,9 @@ class Variable(ArrayOperators[A], VariableSlots):
                 for hook in as_hooks(metadata["on_set_value"]):
                     new = hook(self, new)
             if "ref" in metadata and isinstance(cell.value, jax.Ref):
-                self._store(with_item(cell.value[...], ... if index is MISSING else index, new))
+                self._store(with_item(cell.value[...], ... if is_missing(index) else index, new))
                 return
-        cell.value = new if index is MISSING else with_item(cell.value, index, new)
+        cell.value = new if index is MISSING or is_missing(index) else with_item(cell.value, index, new)
 
     if TYPE_CHECKING:  # a write takes all that `set_value` takes
 

@@ -36,7 +36,7 @@ import jax.tree_util as jtu
 from ..core.annotations import signature_of
 from ..core.data import is_data
 from ..core.errors import ArgumentError, StaticValueError
-from ..core.missing import MISSING
+from ..core.missing import MISSING, is_missing
 from ..core.objects import Pytree, new_node
 from ..core.static import Const, StaticArgument
 from ..core.tracing import boundary
@@ -68,7 +68,7 @@ def _lifting_classes(default: tuple[str, ...], transform: Callable[Concatenate[A
             raise ArgumentError(_CALLED.format(made=call, options=", ".join(named)))
         f = args[0] if args else options.pop(name, MISSING)
         given = {**dict(zip(list(parameters)[1:], args[1:], strict=False)), **options}
-        if f is MISSING:  # to be used as a decorator
+        if is_missing(f):  # to be used as a decorator
             return functools.partial(wrapper, methods=methods, **given)
         target: Any = f
         while isinstance(target, functools.partial):

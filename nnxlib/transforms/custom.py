@@ -23,7 +23,7 @@ from ..core.errors import OUTPUT, ArgumentError, describe, format_path
 from ..core.filters import Nothing, to_predicate
 from ..core.graph import After, Delta, Packed, build, pack
 from ..core.layout import Layout
-from ..core.missing import MISSING
+from ..core.missing import MISSING, is_missing
 from ..core.packing import pack_live
 from ..core.rows import ROOT, Tree, children, count_leaves
 from ..core.static import StaticArgument
@@ -84,7 +84,7 @@ def custom_vjp(fun: Callable = MISSING, *, nondiff_argnums: Argnums = ()) -> Any
     Raises:
       ArgumentError: if what a rule returns does not fit; names the path.
     """
-    if fun is MISSING:
+    if is_missing(fun):
         return functools.partial(custom_vjp, nondiff_argnums=nondiff_argnums)
     return CustomVjp(fun, nondiff_argnums)
 
@@ -114,7 +114,7 @@ def custom_jvp(fun: Callable = MISSING, *, nondiff_argnums: Argnums = ()) -> Any
     >>> nnx.grad(loss)(layer, jnp.ones((1, 2))).bias.value.tolist()
     [10.0, 10.0, 10.0]
     """
-    if fun is MISSING:
+    if is_missing(fun):
         return functools.partial(custom_jvp, nondiff_argnums=nondiff_argnums)
     return CustomJvp(fun, nondiff_argnums)
 

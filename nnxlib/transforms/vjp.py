@@ -15,7 +15,7 @@ import jax
 
 from ..core.errors import OUTPUT, ArgumentError, describe
 from ..core.graph import Packed, commit, pack
-from ..core.missing import MISSING
+from ..core.missing import MISSING, is_missing
 from ..core.packing import pack_live
 from ..core.recordings import give_on, with_carrier
 from ..core.tracing import boundary
@@ -110,7 +110,7 @@ def vjp(
       ArgumentError: by ``pull_back``, if what it is given is not like the output; names the path.
     """
     options: dict[str, Any] = {"has_aux": has_aux, "reduce_axes": reduce_axes, "argnums": argnums}
-    if f is MISSING:
+    if is_missing(f):
         return functools.partial(vjp, **options)
     if not primals:
         return functools.wraps(f, updated=())(lambda *primals: vjp(f, *primals, **options))
@@ -155,7 +155,7 @@ def jvp(
     Raises:
       ArgumentError: if a tangent is not like the value that it belongs to; names the path.
     """
-    if f is MISSING:
+    if is_missing(f):
         return functools.partial(jvp, has_aux=has_aux)
     if primals is MISSING and tangents is MISSING:
         return functools.wraps(f, updated=())(lambda primals, tangents: jvp(f, primals, tangents, has_aux))

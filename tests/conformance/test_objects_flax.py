@@ -25,6 +25,45 @@ def ran(script):
 
 # --- Variables ---
 
+
+@pytest.mark.parametrize("write", [False, True])
+def test_overridden_access(write):
+    """A class may override how its value is read or written, and pass on the defaults of flax."""
+    missing = pytest.importorskip("flax.typing").MISSING
+
+    def script(nnx):
+        class Squared(nnx.Param):
+            if write:
+
+                def set_value(self, value, *, index=missing):
+                    super().set_value(value**2, index=index)
+
+            else:
+
+                def get_value(self, *, index=missing):
+                    return super().get_value(index=index) ** 2
+
+        v = Squared(jnp.arange(1.0, 4.0))
+        v.value = v.value + 1
+        v[0] = v[1]
+        return v.value, v[...], v[1], nnx.grad(lambda v: v[...].sum())(v), nnx.jit(lambda v: v * 2)(v)
+
+    ran(script)
+
+
+def test_wrappers_pass_on_that_there_is_no_function():
+    """`nnx.grad` and its like are decorators then."""
+    missing = pytest.importorskip("flax.typing").MISSING
+
+    def script(nnx):
+        def grad(f=missing, **options):
+            return nnx.grad(f, **options)
+
+        return grad(argnums=1)(lambda x, y: x * y**2)(2.0, 3.0), grad(jnp.sin)(0.0)
+
+    ran(script)
+
+
 BINARY = "add sub mul truediv floordiv mod pow eq".split()  # flax has no other comparisons
 OTHERS = {"number": 2.0, "array": jnp.array([1.0, 2.0, 4.0]), "NumPy": np.array([1, 2, 4], np.float32)}
 
