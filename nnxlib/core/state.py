@@ -267,7 +267,8 @@ class _Pair(tuple[Path, Any]):
 
 
 class FlatState(Sequence[tuple[Path, V]]):
-    """The leaves of a State as a sequence of ``(path, leaf)``, and a JAX pytree; a leaf can be looked up by its path.
+    """The leaves of a State as a sequence of ``(path, leaf)``, and a JAX pytree; a leaf can be looked up, and
+    replaced, by its path.
 
     Args:
       items: pairs, or a mapping, of path and leaf.
@@ -321,6 +322,9 @@ class FlatState(Sequence[tuple[Path, V]]):
         if isinstance(index, tuple):
             return self._leaves[self._by_path()[index]]
         return self._paths[index], self._leaves[index]
+
+    def __setitem__(self, path: Path, leaf: V) -> None:
+        self._leaves[self._by_path()[path]] = leaf
 
     def __len__(self) -> int:
         return len(self._paths)

@@ -34,6 +34,7 @@ from nnxlib.core.state import (
     to_flat_state,
     to_pure_dict,
 )
+from nnxlib.core.traversals import unflatten_mapping
 from nnxlib.core.variables import BatchStat, Cache, Param, Variable
 
 keys = st.integers(0, 12) | st.sampled_from(["a", "b", "c"])
@@ -454,6 +455,19 @@ def test_flat_state_is_a_sorted_sequence():
     assert len(flat) == len(list(flat)) == 4
     assert dict(flat)["a", 10] == 1
     assert FlatState([(("b",), 1), (("a",), 2)], sort=False).paths == (("b",), ("a",))
+
+
+def test_leaves_of_a_flat_state_can_be_replaced_by_path():
+    """As in code that loads weights into `state.flat_state()`; the State that it was made of stays as it was."""
+    state = State({"layers": {0: {"w": Param(jnp.zeros(2))}}, "b": Param(jnp.zeros(1))})
+    flat = state.flat_state()
+    flat["layers", 0, "w"] = flat["layers", 0, "w"].replace(jnp.ones(2))
+    assert state["layers"][0]["w"].sum() == 0
+    assert dict(flat)["layers", 0, "w"].sum() == 2 and len(flat) == 2
+    state.update(unflatten_mapping(flat))
+    assert state["layers"][0]["w"].sum() == 2
+    with pytest.raises(KeyError):
+        flat["layers", 1, "w"] = 0
 
 
 def test_flat_state_is_looked_up_by_path():
