@@ -1,9 +1,9 @@
 """States with the live Variables of the model, as in flax.nnx.
 
 In flax.nnx the States that ``state``, ``split``, ``unpack`` and ``flatten`` return hold the Variables of the model
-itself, and ``merge`` puts the Variables of a State into the new model. Code may write to a State and expect the model
-to change; to avoid that, it passes ``copy=True``. In nnxlib a State is a snapshot, unless ``variables`` has made it;
-here none is.
+itself, and ``merge`` and ``call`` put the Variables of a State into the new model. Code may write to a State and expect
+the model to change; to avoid that, it passes ``copy=True``. In nnxlib a State is a snapshot, unless ``variables`` has
+made it; here none is.
 """
 
 from __future__ import annotations
@@ -74,6 +74,17 @@ def merge(graphdef: Any, /, *states: Any, copy: bool = False, strict: bool = Fal
     if trace is not None:
         watch_draws(made)  # the streams that are copies after all
     return made
+
+
+class _CallProxy(ops.CallProxy):
+    __slots__ = ()
+    _split = staticmethod(split)
+
+
+@boundary
+def call(graphdef_state: tuple[Any, Any], /) -> Any:
+    """:func:`nnxlib.call` with the Variables of the State itself, which the call changes."""
+    return _CallProxy(lambda: merge(*graphdef_state))
 
 
 @boundary

@@ -157,6 +157,7 @@ def _without_switches(function: Callable) -> Callable:
 state, split, merge = map(_without_switches, (aliases.state, aliases.split, aliases.merge))
 variables, update = state, _without_switches(aliases.update)
 unpack, flatten, unflatten = map(_without_switches, (aliases.unpack, aliases.flatten, aliases.unflatten))
+call = _without_switches(aliases.call)
 
 
 class Optimizer(nnxlib.Optimizer[M]):

@@ -547,20 +547,21 @@ class CallProxy:
     """Leads to a method by attributes and items; calling it returns ``(output, (graphdef, state))``."""
 
     __slots__ = ("_find", "_make")
+    _split: Callable = staticmethod(split)
 
     def __init__(self, make: Callable[[], Any], find: Callable[[Any], Any] = lambda node: node):
         self._make, self._find = make, find  # makes the object; finds the method in it
 
     def __getattr__(self, name: str) -> CallProxy:
-        return CallProxy(self._make, lambda node: getattr(self._find(node), name))
+        return type(self)(self._make, lambda node: getattr(self._find(node), name))
 
     def __getitem__(self, key: Any) -> CallProxy:
-        return CallProxy(self._make, lambda node: self._find(node)[key])
+        return type(self)(self._make, lambda node: self._find(node)[key])
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[GraphDef, Any]]:
         node = self._make()
         out = self._find(node)(*args, **kwargs)
-        graphdef, state = split(node)
+        graphdef, state = self._split(node)
         return out, (graphdef, state)
 
 

@@ -70,6 +70,18 @@ def test_a_state_holds_the_very_variables():
     assert jnp.array_equal(model.linear.kernel.value, before / 4)
 
 
+def test_call_changes_the_model():
+    """Its State has the Variables of the model: statistics and random draws of one call are there in the next."""
+    model = nnx.Sequential(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    x = jnp.ones((4, 2))
+    graphdef, state = nnx.split(model)
+    first, (_, after) = nnx.call((graphdef, state))(x + jnp.arange(8.0).reshape(4, 2))
+    assert model.layers[0].mean.sum() > 0
+    assert after["layers"][0]["mean"] is state["layers"][0]["mean"] is model.layers[0].mean
+    nnx.call((graphdef, state)).layers[1](x)
+    assert model.layers[1].rngs.count == 2
+
+
 def test_merge_takes_other_shapes():
     """As in flax.nnx: published code computes kernels for a call, and merges them where the model has larger ones."""
     graphdef, state = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))

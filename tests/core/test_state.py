@@ -463,7 +463,8 @@ def test_leaves_of_a_flat_state_can_be_replaced_by_path():
     flat = state.flat_state()
     flat["layers", 0, "w"] = flat["layers", 0, "w"].replace(jnp.ones(2))
     assert state["layers"][0]["w"].sum() == 0
-    assert dict(flat)["layers", 0, "w"].sum() == 2 and len(flat) == 2
+    assert dict(flat)["layers", 0, "w"].sum() == 2
+    assert len(flat) == 2
     state.update(unflatten_mapping(flat))
     assert state["layers"][0]["w"].sum() == 2
     with pytest.raises(KeyError):
