@@ -233,9 +233,8 @@ def _misfitting(
 ) -> list[Difference]:
     """The differences between leaves and what they must be for :func:`merge` and :func:`update`.
 
-    They must have the types of the layout, or those in ``types``. A leaf of the class Variable itself, which older code
-    makes by ``VariableState(type=Param, value=x)``, counts as being of any type. Nearly all leaves fit, which the avals
-    alone show most often.
+    They must have the types of the layout, or those in ``types``. A leaf of the class Variable itself counts as being
+    of any type. Nearly all leaves fit, which the avals alone show most often.
     """
     kinds = [(types or {}).get(k, kind) for k, kind in enumerate(_kinds(layout))]
     now = dict(zip(new, avals_of(raw_values(new.values())), strict=True))

@@ -516,7 +516,30 @@ Or make the computation read-only (for example `model.eval()`), or split it: `nn
 # --- the types ------------------------------------------------------------------------------------------------------
 
 register_variable(Variable)
-VariableState = Variable  # an older name of what a State holds
+
+if TYPE_CHECKING:
+    VariableState = Variable
+else:
+
+    class _OlderName(type):
+        def __call__(cls, type: type[V], value: Any, **metadata: Any) -> V:
+            if not issubclass(type, Variable):
+                raise errors.ArgumentError(f"VariableState takes the type of a Variable, then its value, not {type}.")
+            made = object.__new__(type)
+            Variable.__init__(made, value, **metadata)
+            return made
+
+        def __instancecheck__(cls, x: Any) -> bool:
+            return isinstance(x, Variable)
+
+        def __subclasscheck__(cls, kind: type) -> bool:
+            return issubclass(kind, Variable)
+
+    class VariableState(Variable[A], metaclass=_OlderName):
+        """An older name of what a State holds: every Variable is one.
+
+        ``VariableState(Param, value, **metadata)`` makes a Variable of the given type.
+        """
 
 
 class Param(Variable[A]):

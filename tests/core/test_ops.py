@@ -1348,11 +1348,11 @@ def test_a_state_has_lists_in_metadata_of_its_own():
 
 @pytest.mark.parametrize("given", ["all", "one"])
 def test_a_leaf_of_no_type(given):
-    """A leaf of the class Variable itself, as `VariableState(type=..., value=...)` makes it, fits any type."""
+    """A leaf of the class Variable itself fits any type."""
     model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
     graphdef, state = nnx.split(model)
-    for path, x in state.flat_state() if given == "all" else [(("mean",), state["mean"])]:
-        state[path[0]] = nnx.VariableState(type=type(x), value=jnp.full(2, 5.0))
+    for path in state.flat_state().paths if given == "all" else [("mean",)]:
+        state[path[0]] = nnx.Variable(jnp.full(2, 5.0))
     built = nnx.merge(graphdef, state)
     nnx.update(model, state)
     for node in (built, model):

@@ -881,9 +881,18 @@ def test_a_variable_whose_buffer_was_donated_is_written():
 
 
 def test_the_older_name_of_what_a_state_holds():
-    """`nnx.VariableState` is `nnx.Variable`, as it is there: a State holds Variables."""
-    assert nnx.VariableState is nnx.Variable
-    assert all(isinstance(x, nnx.VariableState) for _, x in nnx.state(nnx.Linear(1, 1, rngs=nnx.Rngs(0))).flat_state())
+    """Every Variable is a `VariableState`. It is made with its type, which filters and JAX see."""
+    model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    assert all(isinstance(x, nnx.VariableState) for _, x in nnx.state(model).flat_state())
+    assert issubclass(nnx.Param, nnx.VariableState)
+    assert not isinstance(1.0, nnx.VariableState)
+    for older in (nnx.VariableState(nnx.Param, 1.0), nnx.VariableState(type=nnx.Param, value=1.0)):
+        assert type(older) is nnx.Param
+        assert nnx.OfType(nnx.Param)((), older)
+        assert jax.tree.structure(older) == jax.tree.structure(nnx.Param(0.0))
+    assert nnx.VariableState(nnx.BatchStat, 1.0, tag="a").tag == "a"
+    with pytest.raises(TypeError, match="takes the type of a Variable, then its value"):
+        nnx.VariableState(int, 1.0)
 
 
 # --- kept in a jax.Ref ---
