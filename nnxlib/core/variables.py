@@ -522,12 +522,8 @@ if TYPE_CHECKING:
 else:
 
     class _OlderName(type):
-        def __call__(cls, type: type[V], value: Any, **metadata: Any) -> V:
-            if not issubclass(type, Variable):
-                raise errors.ArgumentError(f"VariableState takes the type of a Variable, then its value, not {type}.")
-            made = object.__new__(type)
-            Variable.__init__(made, value, **metadata)
-            return made
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return (_of_type if len(args) > 1 or "type" in kwargs else Variable)(*args, **kwargs)
 
         def __instancecheck__(cls, x: Any) -> bool:
             return isinstance(x, Variable)
@@ -535,10 +531,18 @@ else:
         def __subclasscheck__(cls, kind: type) -> bool:
             return issubclass(kind, Variable)
 
+    def _of_type(type: type[V], value: Any, **metadata: Any) -> V:
+        if not issubclass(type, Variable):
+            raise errors.ArgumentError(f"VariableState takes the type of a Variable, then its value, not {type}.")
+        made = object.__new__(type)
+        Variable.__init__(made, value, **metadata)
+        return made
+
     class VariableState(Variable[A], metaclass=_OlderName):
         """An older name of what a State holds: every Variable is one.
 
-        ``VariableState(Param, value, **metadata)`` makes a Variable of the given type.
+        ``VariableState(Param, value, **metadata)`` makes a Variable of the given type, ``VariableState(value)`` one of
+        the type Variable.
         """
 
 

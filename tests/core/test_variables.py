@@ -891,6 +891,7 @@ def test_the_older_name_of_what_a_state_holds():
         assert nnx.OfType(nnx.Param)((), older)
         assert jax.tree.structure(older) == jax.tree.structure(nnx.Param(0.0))
     assert nnx.VariableState(nnx.BatchStat, 1.0, tag="a").tag == "a"
+    assert type(nnx.VariableState(1.0)) is nnx.Variable
     with pytest.raises(TypeError, match="takes the type of a Variable, then its value"):
         nnx.VariableState(int, 1.0)
 
