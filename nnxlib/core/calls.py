@@ -59,11 +59,15 @@ _active = _Active()
 
 
 def observed(method: Callable, name: str) -> Callable:
-    """Wrap a method of a Module class."""
+    """Wrap a method of a Module class.
+
+    The wrapper looks its method up, since IPython's ``%autoreload`` puts an edited one there: it updates a function in
+    place by its attributes, and cannot exchange what is in a closure.
+    """
 
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        listener = _active.listener
+        method, listener = wrapper.__wrapped__, _active.listener
         if listener is not None:
             return _follow(listener, method, name, self, args, kwargs)
         try:

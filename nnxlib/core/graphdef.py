@@ -261,7 +261,8 @@ def differing_pytrees(a: Any, b: Any, paths: Sequence[tuple], depth: int = 0) ->
 def _row_differences(path: tuple, p: Row, q: Row) -> Iterator[Difference]:
     """The differences of two objects, apart from what is in their fields."""
     if p.type is not q.type:
-        yield Difference(path, "type", p.type.__name__, q.type.__name__)
+        before, after = p.type.__name__, q.type.__name__
+        yield Difference(path, "type", before, after if after != before else f"{ANOTHER} class {after}")
     elif isinstance(p, VariableRow) and isinstance(q, VariableRow):
         if p.metadata != q.metadata:
             yield Difference(path, "metadata", _head(p), _head(q))

@@ -165,6 +165,8 @@ def _checked(table: LiveTable, root: Any) -> LiveTable:
     same = packed.layout is table.layout and all(map(operator.is_, packed.objects[1:], table.objects[1:]))
     if same:
         return table
+    if any(type(x) is not row.type for x, row in zip([root, *table.objects[1:]], table.layout.rows, strict=True)):
+        return _make(root)  # %autoreload has given an object the edited class
     changes = differences_listed(table.layout, packed.layout)
     time.sleep(_UNTIL_TOLD)
     if stamp.valid != edition or have_changed(table.mutable):

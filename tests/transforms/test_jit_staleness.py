@@ -6,6 +6,7 @@ model: structure, static values, sharing, types, metadata, values. That must be 
 
 import collections
 import concurrent.futures
+import contextlib
 import contextvars
 import copy
 import dataclasses
@@ -775,6 +776,67 @@ def test_an_edit_of_what_has_a_hash_is_noticed():
         assert jitted(m) == 3.0
         m.held = make(4.0)
         assert jitted(m) == 4.0
+
+
+def autoreload(old, new, *instances):
+    """What IPython's ``%autoreload`` does when a class was edited."""
+    for name, method in vars(new).items():
+        for attribute in ("__code__", "__defaults__", "__doc__", "__closure__", "__globals__", "__dict__"):
+            with contextlib.suppress(AttributeError, TypeError):
+                setattr(vars(old)[name], attribute, getattr(method, attribute))
+    for x in instances:
+        object.__setattr__(x, "__class__", new)
+
+
+def edited_classes():
+    """Two versions of a class."""
+
+    def version(factor):
+        class Scaled(Layer):
+            def __call__(self, x):
+                return factor * self.w * x
+
+        return Scaled
+
+    return version(2.0), version(3.0)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 5])
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_class_that_autoreload_has_edited(calls, inner):
+    """The class of an object is exchanged behind nnxlib's back: after `clear_cache`, calls run the new code."""
+    old, new = edited_classes()
+    m, jitted = old(), nnx.jit(lambda m, x: nnx.value_and_grad(lambda m: m(x).sum())(m)[0])
+    root = nnx.Sequential(m) if inner else m
+    for _ in range(calls):
+        assert jitted(root, 1.0) == 4.0
+    autoreload(old, new, m)
+    jitted.clear_cache()
+    assert [float(jitted(root, 1.0)) for _ in range(20)] == [6.0] * 20
+    assert type(nnx.clone(m)) is new
+
+
+def test_a_base_class_that_autoreload_has_edited():
+    """A class elsewhere, whose base class was edited, has the new methods, as any Python class has."""
+    old, new = edited_classes()
+
+    class Derived(old):
+        pass
+
+    m, jitted = Derived(), nnx.jit(lambda m, x: m(x))
+    assert jitted(m, 1.0).tolist() == m(1.0).tolist() == [2.0, 2.0]
+    autoreload(old, new)
+    assert m(1.0).tolist() == [3.0, 3.0]
+    jitted.clear_cache()
+    assert jitted(m, 1.0).tolist() == [3.0, 3.0]
+
+
+def test_explain_tells_classes_of_one_name_apart():
+    old, new = edited_classes()
+    jitted = nnx.jit(lambda m, x: m(x))
+    jitted(old(), 1.0)
+    jitted(new(), 1.0)
+    assert "args[0]: Scaled became another class Scaled" in str(jitted.explain())
 
 
 # --- closures -------------------------------------------------------------------------------------------------------
