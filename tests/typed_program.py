@@ -53,6 +53,14 @@ class Scaled(nnx.Module):
     steps: int = nnx.static(default=0)
 
 
+def any_module(body: nnx.Module, layers: list[nnx.Module], x: jax.Array) -> jax.Array:
+    """What is annotated as a Module may be called; a class of Modules keeps the signature of its own method."""
+    for layer in layers:
+        x = layer(x, mask=None)
+    Block(2, rngs=nnx.Rngs(0))(x, mask=None)  # type: ignore
+    return body(x)
+
+
 def attributes(linear: nnx.Linear, heads: nnx.Dict[nnx.Linear]) -> None:
     """A field of a dataclass has its type, and what is declared data or static the type of its value."""
     scaled = Scaled(linear, steps=2)

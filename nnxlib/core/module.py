@@ -105,6 +105,9 @@ class Module(Pytree, metaclass=ModuleMeta):
 
     __slots__ = ()
 
+    if TYPE_CHECKING:  # so that what is annotated as a Module may be called
+        __call__: Callable[..., Any]
+
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         for name, method in list(vars(cls).items()):
