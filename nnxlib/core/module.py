@@ -534,6 +534,9 @@ def first_from(*args: A | None, error_msg: str) -> A:
 def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **settings: Any) -> A:
     """Return new nodes around the *same* Variables, with settings made through each Module's ``set_view``.
 
+    A class of your own takes a setting if it has a method of this name with that argument; attributes alone are set by
+    :func:`with_attributes`.
+
     Args:
       node: a Module, or a pytree of Modules.
       only: filter of the Modules to set.
@@ -544,6 +547,13 @@ def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **s
     >>> model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
     >>> nnx.view(model, deterministic=True)[0].deterministic, model[0].deterministic
     (True, False)
+    >>> class Decoder(nnx.Module):
+    ...   decode = False
+    ...   def set_view(self, decode: bool | None = None):
+    ...     if decode is not None:
+    ...       self.decode = decode
+    >>> nnx.view(Decoder(), decode=True).decode
+    True
 
     Raises:
       ValueError: naming the settings that no Module takes, unless ``raise_if_not_found`` is False.

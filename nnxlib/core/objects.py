@@ -590,6 +590,8 @@ def dataclass(**options: Any) -> Callable[[Class], Class]: ...
 def dataclass(cls: Any = None, /, **options: Any) -> Any:
     """Make a dataclass of a Pytree or Module, with the options of :func:`dataclasses.dataclass`, hashed by identity.
 
+    As in any dataclass, ``==`` compares fields, which is an error for arrays; with ``eq=False`` it is by identity.
+
     >>> import nnxlib as nnx
     >>> @nnx.dataclass
     ... class Scale(nnx.Module):

@@ -86,7 +86,8 @@ def drawn(init: Any, rngs: Rngs, shape: Sequence[int], dtype: Any) -> Any:
 def _problem(init: Any, shape: Sequence[int], dtype: Any) -> Exception | None:
     """Why no parameter of this shape and dtype can be made; None if that is not known."""
     if sizes := [n for n in shape if not isinstance(n, int | np.integer) and not hasattr(n, "dtype")]:
-        return ArgumentError(_NO_SIZE.format(shape=tuple(shape), size=sizes[0], kind=type(sizes[0]).__name__))
+        message = _NO_SIZE.format(shape=tuple(shape), size=sizes[0], kind=type(sizes[0]).__name__)
+        return ArgumentError(message + _QUOTIENT if isinstance(sizes[0], float) else message)
     if any(isinstance(n, int | np.integer) and n < 0 for n in shape):
         return ArgumentError(f"A parameter cannot have the shape {tuple(shape)}: a size is negative.")
     try:
@@ -121,9 +122,8 @@ def is_size(x: Any) -> bool:
         return False
 
 
-_NO_SIZE = """\
-A parameter cannot have the shape {shape}: sizes are integers, but {size} is a {kind}. A quotient of sizes is an \
-integer if it is written d // 2."""
+_NO_SIZE = "A parameter cannot have the shape {shape}: sizes are integers, but {size} is a {kind}."
+_QUOTIENT = " A quotient of sizes is an integer if it is written d // 2."
 _NO_INITIALIZER = """\
 A parameter of shape {shape} needs an initializer, a function (key, shape, dtype) -> array, but {found} is none. \
 {hint}"""

@@ -115,7 +115,8 @@ another program: make it once, and use it in each call."""
 _KEEP = "Keep what changes from call to call in an array or a Variable, which are not part of the program."
 _GROWS = """\
 What grows is another program each time: take it out after each call (nnx.pop(model, nnx.Intermediate) for what sow \
-has recorded), keep it outside of the call, or write into an array of a fixed size."""
+has recorded; with capture_noop=True it records only in an nnx.capture), keep it outside of the call, or write into an \
+array of a fixed size."""
 _COMPUTE = """\
 A bool, text, or a number in an `if` or a shape is part of the program, also in a Variable. To compute with it \
 instead, keep an array, and write jnp.where or nnx.cond in place of `if`."""

@@ -77,7 +77,7 @@ def test_a_size_that_is_no_integer(make):
 
 def test_a_size_that_is_a_tuple():
     """That is LinearGeneral's to take."""
-    with pytest.raises(TypeError, match=r"shape \(\(2,\), 3\): sizes are integers, but \(2,\) is a tuple"):
+    with pytest.raises(TypeError, match=r"shape \(\(2,\), 3\): sizes are integers, but \(2,\) is a tuple\.$"):
         nnx.Linear((2,), 3, rngs=nnx.Rngs(0))
 
 
