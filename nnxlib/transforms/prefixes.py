@@ -246,9 +246,29 @@ def broadcast_prefix(prefix: Any, tree: Any, name: str) -> list[Any]:
         if is_count and not (several and len(prefix) == len(tree)):
             problem = f"has {counted(len(prefix), 'entry', 'entries')}, but {_described(name, tree, several)}. "
         else:
-            problem = f"does not fit the values it describes: {str(error).removesuffix('.')}. "
+            misfit = _first_misfit(prefix, tree)
+            why = str(error).removesuffix(".") if misfit is None else _at(name, *misfit)
+            problem = f"does not fit the values it describes: {why}. "
         raise PrefixError(f"{name}={prefix!r} {problem}{_LIKE_THE_VALUES}") from None
     return entries
+
+
+def _first_misfit(prefix: Any, tree: Any, path: tuple = ()) -> tuple[tuple, Any, Any] | None:
+    """Where a prefix and the values first part: the path, the entry and the value. (JAX would name an entry None.)"""
+    (entries, kind), (values, other) = (
+        jtu.tree_flatten_with_path(x, lambda y, x=x: y is not x) for x in (prefix, tree)
+    )
+    if prefix is None or jtu.treedef_is_leaf(kind):
+        return None
+    if kind != other:
+        return path, prefix, tree
+    below = ((*path, *map(path_key, keys)) for keys, _ in entries)
+    found = (_first_misfit(x, y, at) for (_, x), (_, y), at in zip(entries, values, below, strict=True))
+    return next((x for x in found if x is not None), None)
+
+
+def _at(name: str, path: tuple, entry: Any, value: Any) -> str:
+    return f"{format_path(path, name)} is {entry!r}, but the value there is {describe_nested(value)}"
 
 
 def argument_entries(prefix: Any, args: tuple, name: str) -> list[Any]:

@@ -211,9 +211,18 @@ def test_what_holds_no_leaf_needs_no_label():
     [
         ((0, 1), "has 2 entries, but the function was called with 3 positional arguments"),
         ([0, 1, 2, 3], "has 4 entries, but the function was called with 3 positional arguments"),
-        ([0, 1, 2], "does not fit the values it describes: "),
-        ((0, 1, {"other": 0}), "does not fit the values it describes: "),
-        ({"k": 0}, "does not fit the values it describes: "),
+        (
+            [0, 1, 2],
+            r"does not fit the values it describes: in_axes is \[0, 1, 2\], but the value there is \(Net, float",
+        ),
+        (
+            (0, 1, {"other": 0}),
+            r"does not fit the values .*: in_axes\[2\] is {'other': 0}, but the value there is {'k'",
+        ),
+        ({"k": 0}, r"does not fit the values it describes: in_axes is {'k': 0}, but the value there is \(Net, float, "),
+        ((0, None, {"k": (0, 1)}), r"does not .*: in_axes\[2\]\.k is \(0, 1\), but the value there is float"),
+        ((None, (0, 1), None), r"does not .*: in_axes\[1\] is \(0, 1\), but the value there is float"),
+        (((0,), 1, None), r"does not .*: in_axes\[0\] is \(0,\), but the value there is Net"),
     ],
 )
 def test_a_prefix_that_does_not_fit(prefix, problem):
