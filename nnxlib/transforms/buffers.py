@@ -1,7 +1,7 @@
 """Notes on errors about donated arrays, and about arrays on other devices, which name the arrays.
 
-JAX only gives the shape of an array that was deleted, and the number in a flat list of one that is donated twice; of
-arrays on different devices it names one of each. Here the paths of all arguments are known.
+JAX only gives the shape of an array that was deleted, and the number in a flat list of one that is donated and passed
+once more; of arrays on different devices it names one of each. Here the paths of all arguments are known.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .lift import Arguments
 
 
 def note_buffers(error: RuntimeError | ValueError, arguments: Arguments) -> None:
-    """Note which arrays an earlier donation has deleted, which are donated twice, or are on other devices."""
+    """Note which arrays an earlier donation has deleted, which are passed twice, or are on other devices."""
     text = str(error)
     with contextlib.suppress(Exception):  # an explanation that fails must not hide the error
-        if "donate the same buffer twice" in text or "deleted" in text:
+        if "donate" in text or "deleted" in text:
             _note_donated(error, _arrays(arguments))
         elif text.startswith("Received incompatible devices"):
             _note_devices(error, _arrays(arguments))
@@ -64,7 +64,9 @@ _DELETED = """\
 These arrays are gone: an earlier call, to which they were donated (donate_argnums) as a part of another object, has \
 reused their memory:"""
 
-_TWICE = "These are one array each, and are to be donated (donate_argnums); memory can be reused only once:"
+_TWICE = """\
+These are one array each. Where it is donated (donate_argnums), its memory is reused, so it can neither be used nor \
+donated under another path:"""
 
 _DEVICES = "These arrays are on fewer devices than the others, and were placed there:"
 

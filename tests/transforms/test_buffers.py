@@ -31,6 +31,26 @@ def test_one_array_donated_twice():
     np.testing.assert_allclose(model.kernel[...], 2 * before)
 
 
+@pytest.mark.parametrize("donated", [0, 1])
+def test_one_array_that_is_donated_and_only_read_elsewhere(donated):
+    """A target network that shares its arrays with the model, of which one is trained."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    models = [model, nnx.merge(*nnx.split(model))]
+
+    @nnx.jit(donate_argnums=donated)
+    def step(*models):
+        models[donated].kernel.value -= 0.1 * (models[donated].kernel - models[1 - donated].kernel + 1.0)
+
+    with pytest.raises(RuntimeError, match="donate") as error:
+        step(*models)
+    assert "args[0].kernel and args[1].kernel" in notes(error)
+    assert "nnx.clone" in notes(error)
+    before = np.asarray(model.kernel[...])
+    models[1] = nnx.clone(model)
+    step(*models)
+    np.testing.assert_allclose(models[donated].kernel[...], before - 0.1, rtol=1e-6)
+
+
 def test_an_array_that_an_earlier_call_has_reused():
     """A State that was taken before its model was donated."""
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
