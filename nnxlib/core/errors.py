@@ -138,7 +138,7 @@ class PathError(NnxError, ValueError):
 
 
 class PlacementError(NnxError, ValueError):
-    """Names of axes that do not fit the mesh, or a loop or vmap over an axis whose sharding is part of a type."""
+    """Names of axes or a sharding that do not fit, or a loop or vmap over an axis whose sharding is part of a type."""
 
 
 class VariableNameError(NnxError, ValueError):

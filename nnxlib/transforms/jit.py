@@ -105,6 +105,7 @@ def jit(
       ArgumentError: for an argument that JAX cannot trace, naming it.
       StaticValueError: for a static argument that cannot be compared.
       TraceContextError: if the call changes an object that belongs to another trace.
+      PlacementError: if what comes back does not fit its sharding; lists the paths.
     """
     check_options(options, jax.jit)
     static = numbers_of(static_argnums, "static_argnums"), _as_tuple(static_argnames)

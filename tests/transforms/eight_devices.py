@@ -1,5 +1,7 @@
 """Shardings under nnx.jit; run by test_jit.py in a process that has eight CPU devices."""
 
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,11 +161,41 @@ def test_shardings_of_the_outputs():
     """out_shardings place arrays and the Variables of Modules that are made inside."""
     model, out = check(nnx.jit(lambda m, x: m(x), out_shardings=BOTH))
     assert is_like(out, BOTH)
-    made, total = nnx.jit(lambda: (Net(), X.sum()), out_shardings=(BY_FILTER, WHOLE))()
+    made, total, one = nnx.jit(lambda: (Net(), X.sum(), 1.0), out_shardings=(BY_FILTER, WHOLE, WHOLE))()
     assert is_like(made.kernel.value, COLUMNS)
     assert is_like(made.mean.value, ROWS)
     assert is_like(made.bias.value, WHOLE)
     assert total.item() == X.sum()
+    assert is_like(one, WHOLE)
+
+
+@pytest.mark.parametrize("rows", [ROWS, PartitionSpec("data")], ids=["sharding", "spec"])
+def test_a_sharding_that_does_not_fit_what_comes_back(rows):
+    """The error lists the paths of all such arrays, as a step makes, changes and returns them."""
+
+    class Head(nnx.Module):
+        def __init__(self):
+            self.kernel, self.bias, self.count = (nnx.Param(jnp.ones(shape)) for shape in ((8, 3), 3, ()))
+
+    def shrink(model):
+        model.mean.value = model.mean[:3]
+        return {"heads": [Head()], "x": X}
+
+    by_type = nnx.StateSharding({nnx.BatchStat: rows, ...: None})
+    jitted = nnx.jit(shrink, in_shardings=(by_type,), out_shardings=rows)
+    with jax.set_mesh(MESH) if rows is not ROWS else nullcontext():
+        for call in (jitted, jitted.lower):
+            model = Net()
+            with pytest.raises(errors.PlacementError) as error:
+                call(model)
+            lines = str(error.value).split("\n")
+            named = [line.split(",")[0].strip() for line in lines if line.startswith("  ")]
+            assert named == [
+                "args[0].mean: float32[3",
+                "<output>.heads[0].bias: float32[3]",
+                "<output>.heads[0].count: float32[]",
+            ]
+            assert model.mean.shape == (4, 8)
 
 
 def test_inputs_and_outputs():
