@@ -7,29 +7,28 @@ once more; of arrays on different devices it names one of each. Here the paths o
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..core.errors import format_path, listed
-from ..core.graph import pack
+from ..core.graph import Packed
 from ..core.tracing import Tracer
-from .lift import Arguments
 
 
-def note_buffers(error: RuntimeError | ValueError, arguments: Arguments) -> None:
+def note_buffers(error: RuntimeError | ValueError, arguments: Callable[[], Packed]) -> None:
     """Note which arrays an earlier donation has deleted, which are passed twice, or are on other devices."""
     text = str(error)
     with contextlib.suppress(Exception):  # an explanation that fails must not hide the error
         if "donate" in text or "deleted" in text:
-            _note_donated(error, _arrays(arguments))
+            _note_donated(error, _arrays(arguments()))
         elif text.startswith("Received incompatible devices"):
-            _note_devices(error, _arrays(arguments))
+            _note_devices(error, _arrays(arguments()))
 
 
-def _arrays(arguments: Arguments) -> list[tuple[str, jax.Array]]:
-    packed = pack(arguments)
+def _arrays(packed: Packed) -> list[tuple[str, jax.Array]]:
     leaves = zip(packed.layout.leaf_paths, packed.leaves, strict=True)
     return [(format_path(path), x) for path, x in leaves if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
 

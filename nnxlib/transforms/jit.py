@@ -185,7 +185,7 @@ class JitWrapped(Jitted, Generic[P, R]):
             if isinstance(error, FloatingPointError):
                 note_nan_in_call(error, self._function, Arguments(args, kwargs))
             elif isinstance(error, (RuntimeError, ValueError)):
-                note_buffers(error, Arguments(args, kwargs, captures.now()[0]))
+                note_buffers(error, lambda: pack(Arguments(args, kwargs, captures.now()[0])))
             hide_frames(error)
             raise
 

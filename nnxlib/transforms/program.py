@@ -40,6 +40,7 @@ from ..core.references import search
 from ..core.static import Const, Identity, state_of
 from ..core.tables import table_of
 from ..core.tracing import at_top_level, evaluate, with_room
+from .buffers import note_buffers
 from .callables import name_of
 from .checkify import note_nan
 from .leaf_checks import explain_untraced
@@ -285,6 +286,9 @@ def run_program(program: Callable[[list[Any]], Any], packed: Packed, *extra: Any
         leaves, outcome = program([*packed.leaves, *extra])
     except TypeError as error:
         explain_untraced(error, packed.layout, packed.leaves)
+        raise
+    except (RuntimeError, ValueError) as error:
+        note_buffers(error, lambda: packed)
         raise
     return commit(packed.layout, outcome.delta, leaves, packed.objects)
 

@@ -1,5 +1,7 @@
 """Errors about donated arrays name their paths."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,6 +66,29 @@ def test_an_array_that_an_earlier_call_has_reused():
         nnx.jit(lambda state: state["kernel"] + 1)(state)
     assert "args[0].kernel" in notes(error)
     assert "bias" not in notes(error)
+
+
+LOOPS = {
+    "scan": lambda layer, x: nnx.scan(lambda layer, x: (layer, layer(x)))(layer, x[None]),
+    "cond": lambda layer, x: nnx.cond(True, lambda layer, x: layer(x), lambda layer, x: x, layer, x),
+    "fori_loop": lambda layer, x: nnx.fori_loop(0, 2, lambda i, pair: (pair[0], pair[0](pair[1])), (layer, x)),
+    "while_loop": lambda layer, x: nnx.while_loop(
+        lambda state: state[2] < 2, lambda state: (state[0], state[0](state[1]), state[2] + 1), (layer, x, 0)
+    ),
+    "remat": lambda layer, x: nnx.remat(lambda layer, x: layer(x))(layer, x),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_eager_control_flow_names_them_too(loop):
+    """Its program takes a list of leaves, which is all that JAX can speak of."""
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    loop(layer, jnp.ones((1, 2)))
+    layer.bias[...].delete()
+    with pytest.raises(RuntimeError, match="deleted") as error:
+        loop(layer, jnp.ones((1, 2)))
+    assert re.search(r"args\[0\]\S*\.bias", notes(error))
+    assert "kernel" not in notes(error)
 
 
 def test_a_captured_model_whose_arrays_are_gone():
