@@ -227,7 +227,7 @@ class Conv(Module):
     ):
         check_sizes(in_features=in_features, out_features=out_features, feature_group_count=feature_group_count)
         kernel_size = _extents(kernel_size)
-        if in_features % feature_group_count or out_features % feature_group_count:
+        if feature_group_count < 1 or in_features % feature_group_count or out_features % feature_group_count:
             raise UsageError(
                 f"feature_group_count={feature_group_count} has to divide in_features={in_features} and "
                 f"out_features={out_features}."

@@ -246,6 +246,8 @@ def test_wrong_input_names_the_layer_its_sizes_and_the_input(make):
 def test_groups_that_do_not_divide_the_channels(channels):
     with pytest.raises(ValueError, match=r"feature_group_count=2 has to divide in_features=\d and out_features=\d"):
         nnx.Conv(*channels, 3, feature_group_count=2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="feature_group_count=0 has to divide"):
+        nnx.Conv(*channels, 3, feature_group_count=0, rngs=nnx.Rngs(0))
 
 
 def test_groups_see_their_own_channels():
