@@ -238,7 +238,12 @@ def _known_if_unflattened(root: Any) -> KnownShape | None:
     nodes, parents, shapes, mutable, held = found
     objects = [x for x in held if isinstance(x, Identified)]
     others = [x for x in held if x is not None and not isinstance(x, (Identified, tuple))]
-    if len(set(map(id, objects))) < len(objects) or not jtu.all_leaves(others):  # another pytree may hold objects
+    if not jtu.all_leaves(others):
+        inner = _watch_foreign(others, stamp)
+        if inner is None:
+            return None
+        objects += inner
+    if len(set(map(id, objects))) < len(objects):
         return None
     if any(mutable):
         for k in range(len(nodes) - 1, 0, -1):  # what a node holds has a higher number
@@ -249,6 +254,20 @@ def _known_if_unflattened(root: Any) -> KnownShape | None:
     for node, shape in zip(nodes, known, strict=True):
         _set(node, "_nnx_tree", shape)
     return known[0]
+
+
+def _watch_foreign(trees: Iterable[Any], stamp: Stamp) -> list[Identified] | None:
+    """The Variables in pytrees of other libraries; None if one holds a node, or can change unseen by the stamp."""
+    foreign, found = Foreign(), list[Identified]()
+    for tree in trees:
+        leaves = jtu.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Identified))
+        if not (len(leaves) == 1 and leaves[0] is tree) and not foreign.add(tree, leaves):
+            return None
+        found += [x for x in leaves if isinstance(x, Identified)]
+    if any(isinstance(x, Node) for x in found):
+        return None
+    foreign.watch(stamp)
+    return found
 
 
 def _unflattened_below(

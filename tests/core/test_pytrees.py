@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import operator
 import threading
 import weakref
 
@@ -560,6 +561,71 @@ def test_what_changes_in_what_jax_unflattened_is_seen(change, flattened):
         assert jax.tree.structure(x) == jax.tree.structure(y)
 
 
+@dataclasses.dataclass
+class Moments:
+    """A pytree of another library, which can change unseen."""
+
+    mean: nnx.Variable
+
+
+jax.tree_util.register_dataclass(Moments, ["mean"], [])
+
+
+def an_optimizer():
+    return nnx.ModelAndOptimizer(Layer(), optax.adam(0.1), wrt=nnx.Param)
+
+
+def test_an_optimizer_that_jax_unflattened_flattens_without_being_walked(monkeypatch):
+    """What Optax has made is a tuple of States: to walk it at each step took nine times as many function calls."""
+    o = an_optimizer()
+    step = jax.jit(lambda o: jax.tree.map(lambda x: x + 1, o))
+    made, structure = step(o), jax.tree.structure(o)
+    monkeypatch.setattr(pytrees, "table_of", None)
+    for _ in range(3):
+        made = step(made)
+        assert jax.tree.structure(made) == structure
+    assert (step._cache_size(), made.step.value) == (1, 4)
+
+
+@pytest.mark.parametrize("is_leaf", [None, lambda x: not jax.tree.leaves(x)], ids=["leaves", "and what is empty"])
+def test_anything_in_the_place_of_the_arrays_of_an_optimizer_leaves_it_a_tree(is_leaf):
+    """Orbax maps an object that it saves to the names of its leaves, of which an empty tuple of Optax is one."""
+    o = an_optimizer()
+    names = jax.tree_util.tree_map_with_path(lambda path, _: tuple(map(str, path)), o, is_leaf=is_leaf)
+    for _ in range(2):
+        same = jax.tree.map(lambda x, name: x, o, names, is_leaf=is_leaf)
+        assert jax.tree.structure(same) == jax.tree.structure(o)
+
+
+OPTIMIZER_CHANGES = {
+    "nothing": lambda o: None,
+    "a value": lambda o: setattr(o.opt_state[0].mu["w"], "value", jnp.zeros(2)),
+    "a new item": lambda o: operator.setitem(o.opt_state[0].mu, "b", nnx.Param(jnp.ones(1))),
+    "an item that is gone": lambda o: operator.delitem(o.opt_state[0].mu, "w"),
+    "an item shared in the State": lambda o: operator.setitem(o.opt_state[0].mu, "w", o.opt_state[0].nu["w"]),
+    "an item shared with the model": lambda o: operator.setitem(o.opt_state[0].mu, "w", o.model.w),
+    "a Variable of another pytree": lambda o: setattr(o.moments, "mean", o.model.w),
+    "the model in a State": lambda o: operator.setitem(o.opt_state[0].mu, "w", o.model),
+    "an item of a list in a dict": lambda o: operator.setitem(o.opt_state[-1]["a"], 0, o.model.w),
+}
+
+
+@pytest.mark.parametrize("flattened", [False, True], ids=["at once", "flattened before"])
+@pytest.mark.parametrize("change", OPTIMIZER_CHANGES)
+def test_what_changes_in_an_optimizer_that_jax_unflattened_is_seen(change, flattened):
+    o = an_optimizer()
+    if "another" in change:
+        o.moments = nnx.data(Moments(nnx.Param(jnp.ones(1))))
+    o.opt_state = (*o.opt_state, {"a": [nnx.Param(jnp.ones(1))]})
+    o = jax.tree.map(lambda x: x, o)
+    if flattened:
+        jax.tree.leaves(o)
+    OPTIMIZER_CHANGES[change](o)
+    fresh = copy.deepcopy(o)
+    assert keys(o) == keys(fresh)
+    assert jax.tree.structure(o) == jax.tree.structure(fresh)
+
+
 def test_settings_in_slots_of_what_jax_unflattened_are_compared():
     class Slotted(nnx.Module):
         __slots__ = ("sizes",)
@@ -581,6 +647,13 @@ def test_objects_that_jax_puts_in_several_places_are_shared():
     is_layer = lambda x: isinstance(x, Layer)
     tied = jax.tree.map(lambda x: layer if is_layer(x) else x, Net(), is_leaf=is_layer)
     assert len(jax.tree.leaves(tied)) == len(jax.tree.leaves(Net())) - 2
+
+
+@pytest.mark.parametrize("put", [lambda: nnx.Param(jnp.ones(2)), Layer], ids=["a Variable", "a Module"])
+def test_objects_that_jax_puts_in_several_places_of_the_state_of_an_optimizer_are_shared(put):
+    x = put()
+    tied = jax.tree.map(lambda _: x, an_optimizer(), is_leaf=is_variable)
+    assert (tied.opt_state[0].mu["w"] is x, len(jax.tree.leaves(tied))) == (True, 1)
 
 
 def test_what_is_shared_at_each_of_many_levels_is_visited_once():
