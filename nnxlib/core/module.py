@@ -282,10 +282,22 @@ for _method in (Module.train, Module.eval, Module.set_attributes, Module.iter_mo
 
 def _with_mode(root: Any) -> Iterator[tuple[Any, str]]:
     for _, x in list(iter_objects(root)):
-        held = x._nnx_contents() if isinstance(x, HasAttributes) else ()
-        for name in _MODES:
-            if name in held and isinstance(x, Module):
+        for name in _MODES if isinstance(x, HasAttributes) else ():
+            if _can_set(x, name) and isinstance(x, Module):
                 yield x, name
+
+
+def _can_set(module: Any, name: str) -> bool:
+    """Whether a Module has an attribute that is no method: its own, a default of its class, or a property to set."""
+    if name in module._nnx_contents():
+        return True
+    kind = type(module)
+    if not hasattr(kind, name) or not isinstance(module, HasAttributes):
+        return False
+    found = inspect.getattr_static(kind, name)
+    if hasattr(type(found), "__set__"):
+        return getattr(found, "fset", found) is not None and hasattr(module, name)
+    return not hasattr(type(found), "__get__")
 
 
 @functools.lru_cache(maxsize=256)
@@ -370,7 +382,7 @@ def _set_where_found(
     predicates = [to_predicate(f) for f in filters]
     found = ((path, x) for path, x in iter_objects(node) if isinstance(x, (Pytree, Module)))  # Module: for Lists
     modules = [x for path, x in found if any(p(path, x) for p in predicates)]
-    places = [(module, name) for module in modules for name in attributes if name in module._nnx_contents()]
+    places = [(module, name) for module in modules for name in attributes if _can_set(module, name)]
     missing = attributes.keys() - {name for _, name in places}
     if missing and raise_if_not_found:
         raise UsageError(

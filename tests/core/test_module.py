@@ -153,6 +153,81 @@ def test_a_mode_that_was_never_set():
     assert m.deterministic is True
 
 
+class Propagates(nnx.Module):
+    """A Module whose mode is a property, which sets that of another object as well."""
+
+    def __init__(self, deterministic=False):
+        self.own, self.calls = deterministic, 0
+
+    @property
+    def deterministic(self):
+        return self.own
+
+    @deterministic.setter
+    def deterministic(self, value):
+        self.own, self.calls = value, self.calls + 1
+
+
+class OfClass(nnx.Module):
+    deterministic = False
+    use_running_average: bool | None = None
+    rate = 0.5
+
+
+class Slotted(nnx.Module):
+    __slots__ = ("deterministic",)
+
+
+class ReadOnly(nnx.Module):
+    def __init__(self):
+        self.drop = Drop(deterministic=False)
+
+    @property
+    def deterministic(self):
+        return self.drop.deterministic
+
+    def use_running_average(self):
+        return False
+
+
+def test_a_mode_that_is_a_default_of_the_class_is_switched():
+    """As in flax.nnx, which asks ``hasattr``. It stayed in training, and nothing said so."""
+    m, other = OfClass(), OfClass()
+    m.eval()
+    assert (m.deterministic, m.use_running_average, other.deterministic) == (True, True, False)
+    m.train()
+    assert (m.deterministic, m.use_running_average, OfClass.use_running_average) == (False, False, None)
+    m.set_attributes(rate=0.1)
+    assert (m.rate, OfClass.rate, nnx.with_attributes(m, rate=0.2).rate) == (0.1, 0.5, 0.2)
+
+
+@pytest.mark.parametrize("copier", [lambda m: m, copy.deepcopy, nnx.clone, lambda m: nnx.merge(*nnx.split(m))])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_mode_that_is_a_property_is_switched_by_its_setter(own, copier):
+    model = nnx.List([Propagates(own), Drop(deterministic=False)])
+    model.eval()
+    model = copier(model)
+    assert model[0].own is True
+    model.train()
+    assert (model[0].own, model[0].calls) == (own, 0 if own else 2)
+    nnx.jit(lambda model: model.eval())(model)
+    assert model[0].own is True
+    model.set_attributes(Propagates, deterministic=own)
+    assert model[0].own is own
+
+
+def test_methods_and_properties_without_a_setter_are_no_settings():
+    """Nor is a slot that holds nothing."""
+    m = nnx.List([ReadOnly(), Slotted()])
+    m.eval()
+    assert (m[0].deterministic, m[0].use_running_average()) == (True, False)
+    assert not hasattr(m[1], "deterministic")
+    m.train()
+    assert m[0].deterministic is False
+    with pytest.raises(ValueError, match=r"deterministic.*no Module in Slotted has them"):
+        Slotted().set_attributes(deterministic=True)
+
+
 def test_train_and_eval_set_further_attributes():
     """Keyword arguments are set on all Modules that have them; unknown ones are ignored, as in flax, with a warning."""
     m = Net()
