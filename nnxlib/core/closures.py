@@ -32,7 +32,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from .finding import reachable
-from .tracing import TraceRef, abandon_trace, current_trace, with_room
+from .tracing import TraceRef, abandon_trace, current_trace, ensure_stack, with_room
 
 R = TypeVar("R")
 
@@ -270,6 +270,7 @@ def call_borrowing(objects: Sequence[Any], f: Callable[..., R], *args: Any, wait
     if not acquired:
         raise Occupied(())
     try:
+        ensure_stack()  # for `_restore`
         saved = [x._nnx_save() for x in objects]
         trace, outer, lent, before = current_trace(), _thread.borrowed, Loans.now, Loans.saved
         try:

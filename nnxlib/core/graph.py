@@ -66,7 +66,7 @@ from .rows import (
     value_of,
 )
 from .stamps import Stamp
-from .tracing import current_trace
+from .tracing import current_trace, ensure_stack
 from .values import as_stored
 from .variables import Variable
 from .walk import Walk
@@ -290,6 +290,7 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
 
 def even_if_interrupted(write: Callable[[], None]) -> None:
     """Call a function, and call it again if it is interrupted; a second call must not change the result."""
+    ensure_stack()
     try:
         write()
     except BaseException:

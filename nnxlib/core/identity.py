@@ -77,8 +77,9 @@ def change(x: Any, write: Callable[..., A], *args: Any) -> A:
     """``write(*args)``, which changes the structure of a node or Variable; notes that, whatever happens.
 
     The note comes after the write, since another thread may describe the object before. But Python may handle an
-    interrupt in between, or within the note.
+    interrupt in between, or within the note. And it comes before, so that the stack has room for it after the write.
     """
+    x._nnx_changed()
     try:
         found = write(*args)
         x._nnx_changed()

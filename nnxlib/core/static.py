@@ -30,7 +30,7 @@ import numpy as np
 from .closures import call_unwatched
 from .errors import StaticValueError, describe, place_of
 from .identity import Identified
-from .tracing import Tracer, bits_of, is_key, is_readable
+from .tracing import Tracer, bits_of, ensure_stack, is_key, is_readable
 
 # The types of values that are their own key and refer to nothing else.
 ATOMS = frozenset({int, str, bytes, bool, type(None), type, type(...), np.dtype})
@@ -168,6 +168,7 @@ class _Freezer:
         try:
             key = freeze(value)
         except RecursionError:
+            ensure_stack(100)  # else the value is not to blame
             raise StaticValueError(f"The static value at {place_of(self.path)} contains itself.") from None
         if not self.mutable:
             return Const(value, key, None, remake)

@@ -306,6 +306,12 @@ def with_room(f: Callable[..., R], /, *args: Any) -> R:
 with_room.__code__ = with_room.__code__.replace(co_stacksize=2**16)  # words, which remain untouched
 
 
+def ensure_stack(frames: int = 16) -> None:
+    """Raise a RecursionError if there is no room on the stack for so many frames; before what must not be half done."""
+    if frames:
+        ensure_stack(frames - 1)
+
+
 def hide_frames(error: BaseException) -> None:
     """Remove the frames of nnxlib and JAX from the traceback of an error that is about to reach the user.
 

@@ -280,6 +280,46 @@ def test_what_was_interrupted_is_seen_as_it_is(run):
         assert_seen(m)
 
 
+# --- a full stack ---------------------------------------------------------------------------------------------------
+
+
+def with_frames(count, f):
+    """Call `f` where the stack has room for so many more frames of Python; returns whether these were enough."""
+    frame, depth, limit = sys._getframe(), 0, sys.getrecursionlimit()
+    while frame is not None:
+        frame, depth = frame.f_back, depth + 1
+    try:
+        sys.setrecursionlimit(depth + 1 + count)
+        f()
+        return True
+    except RecursionError:
+        return False
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def each_stack(make, run):
+    """Run something with room for no frame, for one, and so on until it succeeds; yields each time what it ran on."""
+    succeeds, count = False, 0
+    while not succeeds:
+        x = make()
+        succeeds = with_frames(count, functools.partial(run, x))
+        yield x
+        count += 1
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_that_finds_no_room_on_the_stack_is_not_made(write):
+    """Where there is room for the write, there is room for the note of it, too."""
+    before = state_of(known_net())
+    found = []
+    for m in each_stack(known_net, write):
+        found.append(state_of(m))
+        assert_seen(m)
+    assert found[:-1] == [before] * (len(found) - 1)
+    assert found[-1] != before
+
+
 # --- traces ---------------------------------------------------------------------------------------------------------
 
 
@@ -322,6 +362,15 @@ def test_an_interrupted_trace_leaves_nothing(run):
             assert_idle()
             assert_no_tracer(m)
             np.testing.assert_array_equal(called(m), X)
+
+
+@pytest.mark.parametrize("run", TRACES.values(), ids=TRACES)
+def test_a_trace_that_finds_no_room_on_the_stack_leaves_nothing(run):
+    """What it has lent is taken back, however little room there is."""
+    for m in each_stack(Counting, run):
+        assert_idle()
+        assert_no_tracer(m)
+        np.testing.assert_array_equal(called(m), X)
 
 
 def test_an_interrupt_is_not_taken_for_an_abandoned_trace():
