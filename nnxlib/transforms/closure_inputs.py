@@ -94,15 +94,19 @@ class Captures:
             note_running(known.running)
         return found, known.token_now() if known.literals.positions else known.token
 
-    def add(self, outside: CapturedObjects, before: Sequence[Any], packed: Packed) -> Captured:
+    def add(self, outside: CapturedObjects, before: Sequence[Any], packed: Packed, count: int) -> Captured:
         """Add objects that a trace of what was ``packed`` has captured besides those that it was given ``before``.
 
         Returns what to give to the next trace: what the function captures now. But if the added objects are not found
         again, since something that the function refers to is another object at each look-up: these, and those given
         before. So each trace is given more than the last, and tracing ends.
+
+        Raises:
+          TraceContextError: if it was given these before; or if the call has abandoned many traces (``count``), since
+            each uses other objects, which come from a queue or another thread.
         """
         roots = outside.roots
-        if roots and not _new_ids(roots, before):
+        if roots and (count > _MOST_TRACES or not _new_ids(roots, before)):
             raise TraceContextError(_CAPTURED.format(names=", ".join(type(root).__name__ for root in roots)))
         with self._adding:
             if _new_ids(roots, self.now()[0]):  # if not, another thread has added them
@@ -362,9 +366,11 @@ def _with_more(before: Sequence[weakref.ref], more: Sequence[Any], found: Reache
     return [*before, *map(weakref.ref, new)]
 
 
+_MOST_TRACES = 8  # of one call; nearly always the second trace has all that is captured
+
 _CAPTURED = """\
-The function uses objects ({names}) that belong to another trace, in a way that nnx.jit cannot follow. Pass them as \
-arguments."""
+The function uses objects ({names}) that belong to another trace, or are others in each trace (from a queue, say), in \
+a way that nnx.jit cannot follow. Pass them as arguments."""
 
 
 def captured_rows(layout: Layout) -> list[int]:

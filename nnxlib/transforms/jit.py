@@ -210,6 +210,7 @@ class JitWrapped(Jitted, Generic[P, R]):
 
         If a trace has captured objects, the next one takes these as inputs, too, once no other thread borrows them.
         """
+        count = 0
         while True:
             objects, token = now
             arguments = Arguments(args, kwargs, objects)
@@ -220,7 +221,8 @@ class JitWrapped(Jitted, Generic[P, R]):
                 return use(self._plan(captures, packed, arguments, token, donate), packed, arguments, token)
             except CapturedObjects as outside:
                 if not isinstance(outside, Occupied):
-                    now = captures.add(outside, objects, packed)
+                    count += 1
+                    now = captures.add(outside, objects, packed, count)
                     continue
                 if is_watched():  # the enclosing trace is abandoned as well
                     raise

@@ -5,6 +5,7 @@ import copy
 import functools
 import gc
 import itertools
+import queue
 import threading
 import time
 import types
@@ -1308,6 +1309,17 @@ def test_threads_that_trace_functions_of_each_other():
         np.testing.assert_allclose(result, f(X))
     for leaf in jax.tree.leaves((layer, other)):
         assert not isinstance(leaf, jax.core.Tracer)
+
+
+def test_a_variable_that_is_another_one_in_each_trace():
+    """There is an error, and not one trace after the other."""
+    made = queue.SimpleQueue()
+    for _ in range(20):
+        made.put(nnx.Param(2.0))
+    namespace = {"take": made.get_nowait}  # and no more, so that the searches are short
+    exec("def scale(x): return take() * x", namespace)
+    with pytest.raises(nnx.TraceContextError, match=r"\(Param\) .* others in each trace"):
+        nnx.jit(namespace["scale"])(X)
 
 
 class SlowWithSetter(Slow):
