@@ -188,8 +188,8 @@ class _Scan(NamedTuple):
         enter = None if scanned.data_transform is None else transformed_data(scanned.data_transform, inner, leaf_labels)
         body = trace_body(repeated(scanned.function, size), inner, slices, self._stacked, enter)
         replaced = _replaced(layout, labels, scanned.carried, body, scanned.out_place or ())
-        _check_changes(layout, labels, body, replaced)
-        sources, types = _recurring(layout, body, leaf_labels, replaced)
+        _check_changes(layout, labels, body, replaced, scanned.out_place)
+        sources, types = _recurring(layout, body, scanned.carried, replaced)
         strong = body_checks.retyped(leaves, sources, types)
         if strong is not None:  # a weakly typed number that is carried needs another type from the start
             return self.program(strong)
@@ -241,7 +241,9 @@ def _moved(x: Any, source: int, destination: int) -> Any:
     return jnp.moveaxis(x, source, destination)
 
 
-def _check_changes(layout: Layout, labels: Labels, body: Body, replaced: Mapping[int, int]) -> None:
+def _check_changes(
+    layout: Layout, labels: Labels, body: Body, replaced: Mapping[int, int], out_place: tuple | None
+) -> None:
     """Refuse changes that a loop cannot make in each iteration, and values that have no place to go.
 
     What has an axis is another object in each iteration, so its structure may change. What is carried or passed whole
@@ -254,7 +256,9 @@ def _check_changes(layout: Layout, labels: Labels, body: Body, replaced: Mapping
     problems, whole = [], []
     for owner, label, path, type_ in zip(body.owners, body.labels, body.leaf_paths, body.types, strict=True):
         what = place_of(path)
-        if label is Carry and owner[0] not in kept:
+        if label is Carry and owner[0] == ROOT and not _is_below(path[1:], out_place):
+            problems.append(f"{what}: a value of its own in each iteration, but Carry needs one to start from")
+        elif label is Carry and owner[0] not in kept:
             problems.append(f"{what}: attached inside, but Carry needs a value to start from")
         elif not (_is_axis(label) or label is Carry or _is_count(layout, owner[0])):
             is_variable = owner[0] in layout.variables
@@ -274,6 +278,11 @@ _PLACES = "Give it an axis (0 stacks the values), or carry it: nnx.StateAxes({{{
 _ATTACH = "Attach the Variable before the loop, or give it an axis that the stacked values have."
 
 
+def _is_below(path: tuple, place: tuple | None) -> bool:
+    """Whether a path leads to what is at a place, or in it; None is no place."""
+    return place is not None and path[: len(place)] == place
+
+
 def _handed_on(body: Body) -> list[int]:
     """Which leaves that come back go to the next iteration: carried ones, and the counts of streams passed whole."""
     return [k for k, label in enumerate(body.labels) if not _is_axis(label)]
@@ -285,12 +294,15 @@ def _is_count(layout: Layout, row: int) -> bool:
 
 
 def _recurring(
-    layout: Layout, body: Body, labels: list[Any], replaced: Mapping[int, int]
+    layout: Layout, body: Body, place: tuple | None, replaced: Mapping[int, int]
 ) -> tuple[list[int], list[Any]]:
-    """For each leaf that goes to the next iteration, its position among the leaves of the arguments, and its type."""
-    handed_on, positions = _handed_on(body), layout.owner_positions
-    first_plain = positions.get((ROOT, 0), len(labels))
-    plain = iter([k for k in range(first_plain, len(labels)) if labels[k] is Carry])
+    """For each leaf that goes to the next iteration, its position among the leaves of the arguments, and its type.
+
+    ``place`` is where the argument is that is carried as a whole; arrays in it that are in no object are returned.
+    """
+    handed_on, positions, paths = _handed_on(body), layout.owner_positions, layout.leaf_paths
+    first_plain = positions.get((ROOT, 0), len(paths))
+    plain = iter([k for k in range(first_plain, len(paths)) if _is_below(paths[k], place)])
     owners = [body.owners[k] for k in handed_on]
     sources = [next(plain) if i == ROOT else positions[replaced.get(i, i), k] for i, k in owners]
     return sources, [body.types[k] for k in handed_on]

@@ -573,6 +573,13 @@ def test_the_carry_may_hold_modules_which_keep_their_identity():
     np.testing.assert_allclose(total, sum(plain(x) for x in XS), rtol=1e-6)
 
 
+def test_an_array_with_carry_by_filter_is_not_the_carry():
+    """It cannot be changed in place, so each iteration sees it as it was."""
+    axes = (nnx.StateAxes({...: nnx.Carry}), nnx.Carry, 0)
+    add = nnx.scan(lambda a, b, x: a + b + x, in_axes=axes, out_axes=nnx.Carry)
+    assert add(100.0, 0.0, jnp.arange(3.0)) == 303
+
+
 def test_an_object_that_is_carried_and_stacked():
     """It cannot be both; a copy can be stacked."""
 
@@ -836,6 +843,10 @@ WRONG = {
     "an output without an axis by filter": (
         with_axes((None, 0), nnx.StateAxes({nnx.Param: 0, ...: None})),
         r"Got StateAxes.* in out_axes=StateAxes.*, but every",
+    ),
+    "a carried output by filter": (
+        with_axes((nnx.StateAxes({...: nnx.Carry}), 0), nnx.StateAxes({...: nnx.Carry})),
+        r"<output>: a value of its own in each iteration, but Carry needs one to start from",
     ),
     "a name for an axis of the output": (with_axes((None, 0), "x"), r"out_axes='x' has 'x'; scan takes an int, None"),
     "a Module for axes": (with_axes((nnx.Dict(a=0), 0)), r"has a Dict in it\. Graph nodes are not allowed"),
