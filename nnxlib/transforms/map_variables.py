@@ -91,12 +91,15 @@ def _by_argument(
     predicate: Predicate, rows: Sequence[int], paths: Mapping[int, tuple] | Sequence[tuple], objects: Sequence[Any]
 ) -> list[Rows]:
     found: dict[tuple, Rows] = {}
-    places = set[tuple]()
+    places, above = set[tuple](), set[tuple]()
     for i in rows:
         argument, path = paths[i][:2], paths[i][2:]
         if argument[0] != OUTPUT and predicate(path, objects[i]):
-            is_second = paths[i] in places  # it was set in the place of another one, whose path it has
+            nodes = [paths[i][:k] for k in range(len(paths[i]))]
+            # It was set in the place of another one, or of a node with others, whose paths these keep.
+            is_second = paths[i] in places | above or not places.isdisjoint(nodes)
             places.add(paths[i])
+            above.update(nodes)
             found.setdefault((argument, is_second), {})[i] = path
     return list(found.values())
 

@@ -287,6 +287,24 @@ def test_what_takes_the_place_of_a_variable_and_what_was_there_are_two(tied):
     np.testing.assert_array_equal(former, model.weight if tied else Layer().w)
 
 
+@pytest.mark.parametrize(("first", "second"), [(nnx.Param, nnx.Dict), (nnx.Dict, nnx.Param)])
+def test_a_variable_takes_the_place_of_a_node_with_variables_or_the_reverse(first, second):
+    """The path of one begins with that of the other."""
+    make = lambda kind, value: nnx.Param(value) if kind is nnx.Param else nnx.Dict(x=nnx.Param(value))
+    param = lambda held: held if isinstance(held, nnx.Param) else held["x"]
+    m = nnx.Dict(w=make(first, X))
+    former = m.w
+
+    def replace(m):
+        param(m.w).value += 2.0
+        m.w = make(second, X + 4.0)
+
+    nnx.map_variables(replace, nnx.Param, twice, half)(m)
+    assert type(m.w) is second
+    np.testing.assert_array_equal(param(m.w), (X + 4.0) / 2)
+    np.testing.assert_array_equal(param(former), X + 1.0)
+
+
 def test_a_class_stores_transformed_parameters_from_the_beginning():
     """Linen's `init=True` is `__init__` among the methods."""
     cls = nnx.map_variables(nnx.Linear, nnx.Param, twice, half, methods=["__init__", "__call__"])
