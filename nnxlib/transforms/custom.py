@@ -25,7 +25,7 @@ from ..core.graph import After, Delta, Packed, build, pack
 from ..core.layout import Layout
 from ..core.missing import MISSING, is_missing
 from ..core.packing import pack_live
-from ..core.rows import ROOT, Tree, children, count_leaves
+from ..core.rows import ROOT, NodeRow, Tree, children, count_leaves, own_leaf_paths
 from ..core.static import StaticArgument
 from ..core.tracing import boundary
 from .callables import as_bound, as_pair, resolve
@@ -327,11 +327,12 @@ class _Call:
             for k, gradient in zip(changed.positions, gradients, strict=True)
             if k >= 0 and paths[k] is not None and (of_all or not is_float0(gradient))
         }
-        held = len(self._shapes) - count_leaves(self.layout.root)  # leaves in objects; plain arguments come last
-        for path, shape in zip(self.layout.leaf_paths[:held], self._shapes[:held], strict=True):
-            after = changed.layout.positions.get(path)
-            if after is not None and after not in found and (of_all or is_inexact(shape)):
-                found[after] = zeros_like(shape)
+        after = _places(changed.layout)
+        for place, k in _places(self.layout).items():
+            position = after.get(place)
+            is_same = position is not None and position not in changed.positions
+            if is_same and (of_all or is_inexact(self._shapes[k])):
+                found[position] = zeros_like(self._shapes[k])
         table = Tangents(changed.layout, tuple(found))
         (_, arguments), output = children(changed.layout.root)
         parts = [*(((), argument_of(arguments, i)) for i in self.diff), output]
@@ -350,6 +351,13 @@ class _Call:
             error.add_note(_GIVEN)
             raise
         return [found.get(k) for k in range(len(self._shapes))]
+
+
+def _places(layout: Layout) -> dict[tuple, int]:
+    """The position of each leaf that can be reached and is in an object, by the row and the path within the object."""
+    places = {i: own_leaf_paths(row) if isinstance(row, NodeRow) else [()] for i, row in enumerate(layout.rows)}
+    reached = [(i, k, position) for (i, k), position in layout.owner_positions.items() if i != ROOT]
+    return {(i, places[i][k]): position for i, k, position in reached if layout.leaf_paths[position] is not None}
 
 
 _PAIR = jtu.tree_structure((0, 0))  # the arguments, the output

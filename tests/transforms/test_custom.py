@@ -533,6 +533,51 @@ def test_rules_get_all_arguments_by_position():
     assert set(seen) == {3}
 
 
+def rename(m):
+    m["z"] = m.pop("a")
+
+
+def move_a_part(m):
+    m["part"]["in"] = m.pop("part2")
+
+
+def insert(m):
+    m["items"].insert(0, m.pop("a"))
+
+
+def to_integers(m):
+    m["a"].value = jnp.arange(2)
+
+
+LEAVES = {"a", "part/x", "part/w", "part2/w", "items/0"}
+MOVES = {
+    rename: LEAVES - {"a"} | {"z"},
+    move_a_part: LEAVES - {"part2/w"} | {"part/in/w"},
+    insert: LEAVES - {"a"} | {"items/1"},
+    to_integers: LEAVES - {"a"},
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_what_is_only_moved_has_a_gradient_at_its_new_path(move):
+    """A rule gets the gradients of the arguments as the function leaves them."""
+    make = lambda: nnx.Param(jnp.ones(2))
+    m = nnx.Dict(a=make(), part=nnx.Dict(x=jnp.ones(3), w=make()), part2=nnx.Dict(w=make()), items=nnx.List([make()]))
+
+    def call(m):
+        move(m)
+        return m["part"]["w"].sum()
+
+    def backward(residuals, gradients):
+        (of_m,), _ = gradients
+        assert {"/".join(map(str, path)) for path in nnx.to_flat_state(of_m).paths} == MOVES[move]
+        return (None,)
+
+    f = nnx.custom_vjp(call)
+    f.defvjp(lambda m: (call(m), None), backward)
+    nnx.grad(f)(m)
+
+
 def test_a_part_that_is_changed_and_taken_away():
     """Its Variable does not come back, so there is no gradient of what the function has left in it."""
 
