@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from ..core.tracing import at_top_level, current_mesh
 from .callables import by_position, explained, resolve
 from .classes import lifts_classes
 from .lift import Arguments, Crossing, lift_lanes, tracing_all
+from .naming import named
 from .prefixes import argument_entries, check_labels, same_entries
 
 
@@ -111,12 +113,14 @@ def _explain(pure: Callable, crossing: Crossing, specs: tuple, options: dict[str
     misplaced = _misplaced(paths, groups, specs)
     groups = tuple(map(_by_name, paths, groups))
 
-    @functools.wraps(pure)
-    def named(*groups: Any) -> Any:
+    def by_name(*groups: Any) -> Any:
         returned, outcome = pure(*(list(group.values()) for group in groups))
         return tuple(map(_by_name, map(outcome.names, range(len(specs))), returned)), outcome
 
-    unchecked = jax.shard_map(named, in_specs=specs, out_specs=(specs, _REPLICATED), **{**options, "check_vma": False})
+    by_name = named(by_name, inspect.unwrap(pure))
+    unchecked = jax.shard_map(
+        by_name, in_specs=specs, out_specs=(specs, _REPLICATED), **{**options, "check_vma": False}
+    )
     try:
         shapes, _ = jax.eval_shape(unchecked, *groups)
     except ValueError as error:
@@ -124,7 +128,7 @@ def _explain(pure: Callable, crossing: Crossing, specs: tuple, options: dict[str
         raise ValueError(f"{error}\n\n{listed(_MISPLACED, misplaced, _RESHARD)}" if explicit else str(error)) from None
     of_leaves = tuple([OrderedDict.fromkeys(group, spec) for group, spec in zip(shapes, specs, strict=True)])
     try:
-        jax.eval_shape(jax.shard_map(named, in_specs=specs, out_specs=(of_leaves, _REPLICATED), **options), *groups)
+        jax.eval_shape(jax.shard_map(by_name, in_specs=specs, out_specs=(of_leaves, _REPLICATED), **options), *groups)
     except ValueError as error:  # not without the check, so something that is to be replicated varies
         raise ValueError(f"{error}\n\n{_VARIES}") from None
 
@@ -141,9 +145,10 @@ def _misplaced(paths: Sequence[Sequence[str]], groups: Sequence[Sequence[Any]], 
     found = []
     for names, leaves, spec in zip(paths, groups, specs, strict=True):
         for name, leaf in zip(names, leaves, strict=True):
-            own = jax.typeof(leaf).sharding.spec
-            if tuple(own) != (*spec, *[None] * (len(own) - len(spec))):
-                found.append(f"{name}: {own}, but its spec is {spec}")
+            for type_ in map(jax.typeof, jax.tree.leaves(leaf)):
+                own = type_.sharding.spec
+                if tuple(own) != (*spec, *[None] * (len(own) - len(spec))):
+                    found.append(f"{name}: {own}, but its spec is {spec}")
     return found
 
 

@@ -255,6 +255,23 @@ def test_messages():
     assert m.total == 0
 
 
+@pytest.mark.parametrize("held", [None, (jnp.ones(8), jnp.ones(8)), {"x": [jnp.ones(8)]}])
+def test_messages_about_a_module_with_a_pytree_in_a_variable(held):
+    """The leaf that is wrong is named, wherever it stands beside the pytree."""
+    m = nnx.Dict(first=nnx.Variable(held), w=nnx.Param(jnp.ones(8)), z=nnx.BatchStat(jnp.zeros(())))
+    specs = nnx.StateSharding({nnx.BatchStat: P(), ...: P("d")})
+
+    def varies(m):
+        m["z"].value = m["w"].sum()
+
+    def lacks_an_axis(m):
+        m["w"].value = m["w"].sum()
+
+    for f, said in (varies, r"args\[0\]\.z.* replicated"), (lacks_an_axis, r"args\[0\]\.w.*rank 0"):
+        with pytest.raises(ValueError, match=f"(?s){said}"):
+            sharded(f, in_specs=specs, out_specs=P())(m)
+
+
 def test_failing_and_across_traces():
     """A function that raises changes nothing; under raw JAX a write is refused, a read is not."""
     m = Net()
