@@ -14,14 +14,16 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from ..core.differences import ANY_VALUE, leaf_differences, refuse
 from ..core.errors import OUTPUT, ArgumentError, EmptySelectionError, ReadOnlyError, format_path
 from ..core.filters import Filter, Predicate, to_predicate
-from ..core.graph import After, Packed, commit
+from ..core.graph import After, Packed, check_commit, commit
 from ..core.missing import MISSING
 from ..core.packing import pack_live
 from ..core.state import from_flat_state, to_flat_state
-from ..core.variables import Param, Variable
+from ..core.variables import Param, Variable, plain_value
 from .callables import resolve
 from .classes import lifts_classes
 from .lift import Arguments, cross
@@ -106,16 +108,23 @@ def _by_argument(
 
 def _called(trans: Trans, name: str, paths: Any, rows: Rows, variables: Mapping[int, Variable]) -> dict[int, Any]:
     """Call ``trans`` on the State of some mapped Variables of an argument; returns the values that it gives, by row."""
-    items = [(rows[i], x.copy()) for i, x in variables.items()]
+    items = [(rows[i], _copy(x)) for i, x in variables.items()]
     alone = len(items) == 1 and items[0][0] == ()  # the argument is itself a Variable
     given = trans(items[0][1] if alone else from_flat_state(items))
     returned = {(): given} if alone else dict(to_flat_state(given))
     argument = paths[next(iter(rows))][:2]
-    values = {(*argument, *path): x.get_raw_value() if isinstance(x, Variable) else x for path, x in returned.items()}
+    values = {(*argument, *path): plain_value(x) for path, x in returned.items()}
     expected = {paths[i]: variables.get(i, ANY_VALUE) for i in rows if i in variables or paths[i] in values}
     found = [x for x in leaf_differences(expected, values) if x.kind in ("removed", "added")]
     refuse(found, _OTHER_PATHS.format(name=name), _AS_TREE_MAP)
     return {i: values[paths[i]] for i in rows if paths[i] in values}
+
+
+def _copy(variable: Variable) -> Variable:
+    """A copy of a Variable that holds its value itself, also if that is kept in a :class:`jax.Ref`."""
+    copied = variable.copy()
+    copied._raw_value = plain_value(copied)
+    return copied
 
 
 def _commit(
@@ -142,7 +151,12 @@ def _commit(
         if changed and trans_out is not None:
             values |= _called(trans_out, "trans_out", paths, rows, changed)
     leaves |= {(i, 0): value for i, value in values.items()}
-    delta = delta._replace(values=tuple(sorted(values.keys() - dict(delta.rows).keys())))
+    only_values = values.keys() - dict(delta.rows).keys()
+    in_refs = [i for i in only_values if isinstance(stored[i], jax.Ref)]  # what these Variables hold stays that Ref
+    delta = delta._replace(values=tuple(sorted(only_values.difference(in_refs))))
+    check_commit(packed.layout, delta, packed.objects)  # before the first write
+    for i in in_refs:
+        stored[i][...] = values[i]
     return commit(packed.layout, delta, [leaves[owner] for owner in delta.owners(after.rows)], packed.objects)
 
 

@@ -305,6 +305,25 @@ def test_a_variable_takes_the_place_of_a_node_with_variables_or_the_reverse(firs
     np.testing.assert_array_equal(param(former), X + 1.0)
 
 
+@pytest.mark.parametrize("outer", [lambda f: f, nnx.jit])
+def test_a_variable_that_keeps_its_value_in_a_reference(outer):
+    """The function sees a transformed value; what it writes is stored in the reference, which stays."""
+
+    def add(m):
+        m.w.value = m.w + 1.0
+        return m.w.value
+
+    m = nnx.Dict(w=nnx.Param(X, ref=True))
+    ref = m.w.get_raw_value()
+    np.testing.assert_array_equal(outer(nnx.map_variables(lambda m: m.w.value, nnx.Param, twice))(m), 2 * X)
+    with pytest.raises(errors.ReadOnlyError, match=r"changes args\[0\]\.w"):
+        outer(nnx.map_variables(add, nnx.Param, twice))(m)
+    np.testing.assert_array_equal(ref[...], X)
+    np.testing.assert_array_equal(outer(nnx.map_variables(add, nnx.Param, twice, half))(m), 2 * X + 1)
+    np.testing.assert_array_equal(ref[...], X + 0.5)
+    assert m.w.get_raw_value() is ref
+
+
 def test_a_class_stores_transformed_parameters_from_the_beginning():
     """Linen's `init=True` is `__init__` among the methods."""
     cls = nnx.map_variables(nnx.Linear, nnx.Param, twice, half, methods=["__init__", "__call__"])
