@@ -327,12 +327,11 @@ class _Call:
             for k, gradient in zip(changed.positions, gradients, strict=True)
             if k >= 0 and paths[k] is not None and (of_all or not is_float0(gradient))
         }
-        after = _places(changed.layout)
-        for place, k in _places(self.layout).items():
-            position = after.get(place)
-            is_same = position is not None and position not in changed.positions
-            if is_same and (of_all or is_inexact(self._shapes[k])):
-                found[position] = zeros_like(self._shapes[k])
+        before, after = _places(self.layout), _places(changed.layout)
+        for place in [x for x in before if x in after]:
+            shape = self._shapes[before[place]]
+            if after[place] not in changed.positions and (of_all or is_inexact(shape)):
+                found[after[place]] = zeros_like(shape)
         table = Tangents(changed.layout, tuple(found))
         (_, arguments), output = children(changed.layout.root)
         parts = [*(((), argument_of(arguments, i)) for i in self.diff), output]

@@ -165,9 +165,8 @@ def check_differentiable(packed: Packed, lane_of: tuple[int, ...], holomorphic: 
     kind = jnp.complexfloating if holomorphic else jnp.inexact
     needed = ", and holomorphic=True is for complex numbers" if holomorphic else ""
     advice = "" if holomorphic or allow_int is None else ", or pass allow_int=True"
-    for path, leaf, lane in zip(packed.layout.leaf_paths, packed.leaves, lane_of, strict=True):
-        if lane != 0:
-            continue
+    leaves = zip(packed.layout.leaf_paths, packed.leaves, lane_of, strict=True)
+    for path, leaf in [(path, x) for path, value, lane in leaves if lane == 0 for x in jtu.tree_leaves(value)]:
         dtype = _dtype(leaf)
         if dtype is not None and not allow_int and not jnp.issubdtype(dtype, kind):
             raise ArgumentError(

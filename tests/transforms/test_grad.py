@@ -446,6 +446,10 @@ def test_argnums_are_numbers(argnums, shown):
         (lambda m: nnx.grad(lambda x: x * 1.0)(3), r"args\[0\]: its dtype is int32"),
         (lambda m: nnx.grad(lambda x: x * 1.0)(True), r"args\[0\]: its dtype is bool"),
         (
+            lambda m: nnx.grad(lambda m: m["a"]["x"].sum())({"a": nnx.Param({"n": jnp.arange(2), "x": X})}),
+            r"args\[0\]\.a: its dtype is int32.*DiffState",
+        ),
+        (
             lambda m: nnx.grad(loss, argnums=nnx.DiffState(0, ...))(m, X),
             r"args\[0\]\.calls: its dtype is int32.*DiffState",
         ),
