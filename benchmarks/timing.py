@@ -42,7 +42,7 @@ import jax
 import numpy as np
 
 # A donated train step of 10 Variables, raw jax.jit on two cores: 35 us without a pause, and at times 55; after a pause
-# of 5 us 40 to 65, of 10 to 80 us 65 to 77.
+# of 5 us 36 to 68, of 10 to 80 us 65 to 79.
 PAUSE = 20e-6
 
 T = TypeVar("T")

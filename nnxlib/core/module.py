@@ -282,9 +282,8 @@ for _method in (Module.train, Module.eval, Module.set_attributes, Module.iter_mo
 
 def _with_mode(root: Any) -> Iterator[tuple[Any, str]]:
     for _, x in list(iter_objects(root)):
-        for name in _MODES if isinstance(x, HasAttributes) else ():
-            if _can_set(x, name) and isinstance(x, Module):
-                yield x, name
+        if isinstance(x, HasAttributes) and isinstance(x, Module):
+            yield from ((x, name) for name in _MODES if _can_set(x, name))
 
 
 def _can_set(module: Any, name: str) -> bool:
