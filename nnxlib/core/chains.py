@@ -20,12 +20,13 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from . import look_ups
+from .annotations import NamedTuple
 from .look_ups import BY_NAME, BY_SYNTAX, LookUp, weak_key
 
 Reference = Callable[[], Any]  # to a value that a look-up has found before

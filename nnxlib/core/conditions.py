@@ -24,8 +24,9 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
+from .annotations import NamedTuple
 from .chains import MAPPINGS, MUTABLE_CONTAINERS, Chain, Step, are_simple, is_constant_type, same_attributes
 from .graphdef import GraphDef
 from .identity import Identified

@@ -15,10 +15,11 @@ import functools
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
+from ..core.annotations import NamedTuple
 from ..core.differences import Difference, as_change
 from ..core.errors import RetraceWarning, format_path, listed
 from ..core.graphdef import ANOTHER, structural_differences
