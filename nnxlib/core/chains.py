@@ -16,6 +16,7 @@ Three questions are asked of a chain (what for is in docs/how_it_works.md, "Clos
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 import weakref
 from collections import deque
@@ -134,12 +135,25 @@ def is_constant_type(kind: type) -> bool:
     return issubclass(kind, CONSTANTS)
 
 
+def are_constants(values: list[Any]) -> bool:
+    """Whether all values are constants, or tuples of constants.
+
+    It calls no Python function for each: a history of ten thousand losses is looked through whenever one is added.
+    """
+    kinds = {*map(type, values)}
+    while tuple in kinds:
+        tuples = {id(x): x for x in values if type(x) is tuple}  # each once: a tuple may hold another many times
+        values = [*itertools.chain.from_iterable(tuples.values())]
+        kinds = {*kinds - {tuple}, *map(type, values)}
+    return all(map(is_constant_type, kinds))
+
+
 def _shape(container: Any) -> Hashable:
     """How many members of a container are no constants; of a dict with simple keys, their keys in order."""
     if not isinstance(container, MAPPINGS):
-        return sum(not is_constant_type(type(x)) for x in list(container))
+        return sum(not are_constants([x]) for x in list(container))
     items = list(container.items())
-    keys = [key for key, x in items if not (is_constant_type(type(key)) and is_constant_type(type(x)))]
+    keys = [key for key, x in items if not are_constants([key, x])]
     return tuple(keys) if are_simple(keys) else len(keys)
 
 

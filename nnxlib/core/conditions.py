@@ -6,7 +6,7 @@ The objects that the function captures, the *roots*, must be where they were. So
 The numbers, texts and arrays that a function refers to are constants of the compiled function, as in JAX: it is not
 traced again when one of them changes. But where there was a number, or None, there may be a Module later, and then the
 function has to be traced again. So each call compares the *types* of what is at all places that the function may look
-at. All constants count as one type:
+at. All constants count as one type, and tuples of constants that are added to a container count as constants:
 
 - The members of a container, and the attributes of a plain object, are compared all at once (:class:`Members`); for a
   dict also their order, if its keys are simple: text, integers, or tuples of these.
@@ -27,7 +27,16 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from .annotations import NamedTuple
-from .chains import MAPPINGS, MUTABLE_CONTAINERS, Chain, Step, are_simple, is_constant_type, same_attributes
+from .chains import (
+    MAPPINGS,
+    MUTABLE_CONTAINERS,
+    Chain,
+    Step,
+    are_constants,
+    are_simple,
+    is_constant_type,
+    same_attributes,
+)
 from .graphdef import GraphDef
 from .identity import Identified
 from .look_ups import LookUp, attribute, in_class, in_context, is_of_library, referent
@@ -149,6 +158,8 @@ class Members:
     def _others_now(self) -> list[Any]:
         """The types of the members that are neither constants nor left over by a trace; with their keys, if simple."""
         held = self._container
+        if are_constants([*held, *held.values()] if self.is_mapping else [*held]):
+            return []
         if not self.is_mapping:
             return [type(x) for x in held if _is_other(x)]
         keys = [*held]
@@ -169,7 +180,7 @@ class Members:
 
 def _is_other(x: Any) -> bool:
     """Whether this is neither a constant nor left over by a trace."""
-    return not (is_constant_type(type(x)) or is_left_over(x))
+    return not (are_constants([x]) or is_left_over(x))
 
 
 def _compared_in(x: Any) -> list[Any]:

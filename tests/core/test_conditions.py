@@ -227,6 +227,39 @@ def test_members_that_are_data_may_come_and_go():
     assert not members.are_as_before()
 
 
+@pytest.mark.parametrize("loss", [0.5, jnp.ones(()), (1, (0.5, "text"))], ids=["number", "array", "tuple"])
+@pytest.mark.parametrize("kind", [list, collections.deque, dict])
+def test_a_history_that_grows_calls_no_python_for_each_of_its_members(kind, loss):
+    """A trainer appends to it in each step; with 4,000 losses in two lists each step took 1.2 ms."""
+    held = kind()
+    members, calls = Members(held), []
+    for length in (200, 2000):
+        held.update(dict.fromkeys(range(length), loss)) if kind is dict else held.extend([loss] * length)
+        count = []
+        sys.setprofile(lambda frame, event, arg, count=count: count.append(event))
+        try:
+            assert members.are_as_before()
+        finally:
+            sys.setprofile(None)
+        calls.append(count.count("call"))
+    # in Python 3.11 a comprehension is a call; the keys of a dict are not looked at if all are constants
+    assert calls[0] == calls[1] < 30
+
+
+def test_a_module_in_a_tuple_that_is_added_is_seen():
+    held = [(1, 0.5)]
+    members = Members(held)
+    held.append((2, (0.25, None)))  # type: ignore[arg-type]
+    assert members.are_as_before()
+    held.append((3, (0.25, nnx.Dict())))  # type: ignore[arg-type]
+    assert not members.are_as_before()
+    shared = ()
+    for _ in range(100):
+        shared = shared, shared  # type: ignore[assignment]
+    held[-1] = shared  # type: ignore[call-overload]
+    assert members.are_as_before()
+
+
 def test_a_step_that_names_a_library_adds_no_condition():
     """Not even one whose module has a `__getattr__`, which refers to old names, as that of optax does."""
     library = types.ModuleType("library")
