@@ -464,7 +464,7 @@ class Embed(Module):
             return found if out_sharding is None else jax.sharding.reshard(found, out_sharding)
         if out_sharding is None:
             return jnp.take(table, indices, axis=0)
-        return table.at[indices].get(out_sharding=out_sharding)
+        return table.at[indices].get(mode="fill", out_sharding=out_sharding)  # as `take` does, without a sharding
 
     def attend(self, query: Array, out_sharding: Any = None) -> Array:
         """Score ``query`` of shape ``[..., features]`` against each vector: ``[..., num_embeddings]`` inner products.

@@ -369,8 +369,10 @@ def test_embed_has_the_sharding_that_is_asked_for(rows):
     with jax.set_mesh(mesh):
         layer = nnx.Embed(rows, 3, rngs=nnx.Rngs(0))
         out = layer(jnp.array([0, 0]), out_sharding=jax.P("data", None))
+        beyond = layer(jnp.array([rows, -1]), out_sharding=jax.P("data", None))
     assert jax.typeof(out).sharding.spec == jax.P("data", None)
     np.testing.assert_array_equal(out, np.asarray(layer.embedding.value)[[0, 0]])
+    assert np.isnan(beyond).any(1).tolist() == [rows > 1, False]  # out of range is NaN, as it is without a sharding
 
 
 def test_attend_is_the_tied_output_layer():
