@@ -595,7 +595,7 @@ class GroupNorm(Module):
             )
         check_sizes(num_features=num_features, num_groups=num_groups or 0, group_size=group_size or 0)
         if group_size is not None:
-            if num_features % group_size:
+            if group_size < 1 or num_features % group_size:
                 raise UsageError(
                     f"Number of features ({num_features}) is not multiple of the group size ({group_size})."
                 )

@@ -146,6 +146,8 @@ def test_a_threshold_decides_yes_or_no():
         metric = Accuracy(threshold=0.5)
         metric.update(logits=jnp.array([0.5, 0.4, 0.6]), labels=labels)
         np.testing.assert_allclose(metric.compute(), 1 / 3, rtol=1e-6)
+        metric.update(logits=0.7, labels=labels[0])
+        np.testing.assert_allclose(metric.compute(), 1 / 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +217,8 @@ def test_statistics_are_a_pytree():
     statistics = jax.tree.map(lambda x: x + 1, Statistics(1, 2, 3))
     assert statistics == Statistics(2, 3, 4)
     assert statistics.replace(mean=0) == Statistics(0, 3, 4)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        statistics.mean = 0
 
 
 # --- all of them ----------------------------------------------------------------------------------------------------

@@ -366,10 +366,12 @@ def test_gradients_without_the_model():
     [
         (lambda f, m: nnx.value_and_grad(f)(m), r"got a tuple \(float32\[\], State\).* Unpack it: loss, grads = "),
         (lambda f, m: nnx.grad(f), r"got the function sum_of\. Call it: grads = nnx\.grad\(loss_fn\)\(model\)"),
+        (lambda f, m: nnx.grad(f, argnums=(0,))(m), r"\[0\]\.bias: unexpected float32\[3\]"),
+        (lambda f, m: m.bias, r"<root>: unexpected float32\[3\]"),
     ],
 )
 def test_what_is_not_yet_a_gradient(given, message):
-    """A loss with gradients, and a function that would compute them."""
+    """A loss with gradients, a function that would compute them, a tuple of one, a Variable by itself."""
 
     def sum_of(model):
         return model(jnp.ones((1, 2))).sum()
