@@ -228,7 +228,7 @@ def _change(x: Any, y: Any, rtol: float, atol: float) -> str | None:
     (p, has_p), (q, has_q) = _at_hand(x), _at_hand(y)
     if p is None or q is None or p.shape != q.shape:
         return None
-    if p.dtype == object or q.dtype == object or p.dtype.kind in "OSU" or q.dtype.kind in "OSU":
+    if any(v.dtype.kind in "OSU" or v.dtype.names for v in (p, q)):  # objects, text, records: not numbers
         return None if _equal(x, y) else repr(y)
     at_hand = has_p & has_q
     distance = np.where(at_hand, _distances(p, q, rtol, atol), 0.0)
@@ -285,6 +285,6 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 def _equal(x: Any, y: Any) -> bool:
     try:
-        return bool(x == y)
+        return bool(np.all(x == y))
     except Exception:  # somebody else's == must not hide the rest
         return False

@@ -81,7 +81,7 @@ def canonicalize_padding(padding: Padding, rank: int) -> str | tuple[tuple[int, 
         return padding.upper()
     if isinstance(padding, int | np.integer):
         return ((int(padding), int(padding)),) * rank
-    if isinstance(padding, Sequence) and not isinstance(padding, str) and len(padding) == rank:
+    if isinstance(padding, Sequence) and len(padding) == rank:
         pairs: list[Any] = [(p, p) if isinstance(p, int | np.integer) else p for p in padding]
         if all(isinstance(pair, Iterable) for pair in pairs) and {len(tuple(pair)) for pair in pairs} <= {2}:
             return tuple(map(tuple, pairs))

@@ -197,6 +197,18 @@ def test_values_of_all_kinds():
     nnx.diff(nnx.State({"v": nnx.Param(Odd())}), nnx.State({"v": nnx.Param(Odd())}))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "items", "others"),
+    [("U4", ["cat", "dog"], ["cat", "ape"]), (object, [1, None], [1, "a"]), ("i4,f4", [(1, 2.0)] * 2, [(1, 3.0)] * 2)],
+)
+def test_arrays_that_are_not_of_numbers_are_compared_as_a_whole(dtype, items, others):
+    """Text, objects and records, as NumPy has them."""
+    model, other = (nnx.Dict(names=nnx.data(np.array(x, dtype))) for x in (items, others))
+    assert not nnx.diff(model, nnx.clone(model))
+    (found,) = nnx.diff(model, other)
+    assert (found.kind, found.after) == ("value", repr(other.names))
+
+
 def test_keys_from_outside_of_a_trace_are_compared_in_it():
     """As other concrete arrays are."""
     ours, theirs = nnx.RngStream(0, tag="a"), nnx.RngStream(1, tag="a")
