@@ -542,12 +542,17 @@ def _is_small(seed: Any) -> bool:
 
 
 def _fingerprint(value: Any, root: jax.Array, all_small: bool) -> Hashable:
-    """What tells seeds apart: the key's bits; where they are traced, the int or the tracer itself.
+    """What tells seeds apart: the key's bits; where they are traced, the tracer itself.
 
     Small numbers are told apart by themselves, since the bits would have to be fetched from the device.
     """
-    if all_small or isinstance(root, Tracer):
-        return ("int", value) if isinstance(value, int) else ("tracer", id(value))
+    if all_small:
+        return value
+    if isinstance(root, Tracer):  # of a seed that may be known nevertheless
+        with jax.ensure_compile_time_eval():
+            root = as_key(value)
+        if isinstance(root, Tracer):
+            return id(value)
     return str(root.dtype), root.shape, np.asarray(bits_of(root)).tobytes()
 
 

@@ -461,10 +461,17 @@ def test_streams_of_equal_seeds_are_told_apart():
 
 
 def test_equal_seeds_are_told_apart_while_tracing():
-    """Inside jit, equal ints and one key given twice are recognised too, with the same keys as outside."""
+    """Inside jit, all seeds that are known, and what is given twice, with the same keys as outside."""
     expected = bits(nnx.Rngs(params=0, dropout=0).dropout())
-    assert bits(jax.jit(lambda: nnx.Rngs(params=0, dropout=0).dropout())()) == expected
-    assert bits(jax.jit(lambda key: nnx.Rngs(params=key, dropout=key).dropout())(jax.random.key(0))) == expected
+    key, raw = jax.random.key(0), jax.random.PRNGKey(0)
+    for params, dropout in ((0, 0), (np.int64(0), np.int64(0)), (key, 0), (raw, raw.copy()), (jnp.uint32(0), key)):
+        draw = lambda _: nnx.Rngs(params=params, dropout=dropout).dropout()  # noqa: B023
+        assert bits(jax.jit(draw)(0)) == expected
+        assert bits(jax.vmap(draw)(jnp.zeros(1))[0]) == expected
+    for seed in (0, key, raw):
+        draw = lambda seed: nnx.Rngs(params=seed, dropout=seed).dropout()
+        assert bits(jax.jit(draw)(seed)) == expected
+        assert bits(jax.vmap(draw)(jnp.stack([seed]))[0]) == expected
 
 
 @pytest.mark.parametrize("transform", [jax.jit, nnx.jit, jax.vmap, nnx.vmap])
