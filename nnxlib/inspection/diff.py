@@ -143,7 +143,7 @@ _NO_ARRAY = type("no array", (), {"__doc__": "What a GraphDef has instead, in a 
 def _is_state(x: Any) -> bool:
     if isinstance(x, State | FlatState | GraphState):
         return True
-    if not isinstance(x, Mapping) or isinstance(x, Node):
+    if not isinstance(x, Mapping):
         return False
     return not any(isinstance(y, Node) for y in jax.tree.leaves(x, is_leaf=is_node))
 
