@@ -108,6 +108,22 @@ def test_a_function_as_the_first_argument_is_decorated(lift, jitted):
     assert rngs.default.key.shape == ()
 
 
+def test_what_is_called_as_a_function_but_holds_streams_is_split():
+    """A Module with a `__call__`, whether or not it is a pytree; and an array, which holds none, is no function."""
+
+    class Layer(nnx.Module, pytree=False):
+        def __init__(self):
+            self.rngs = nnx.Rngs(0)
+
+        def __call__(self):
+            return self.rngs()
+
+    for layer in (Layer(), nnx.Dropout(0.5, rngs=nnx.Rngs(0))):
+        with split_rngs(layer, splits=2) as backups:
+            assert [stream.key.shape for stream, *_ in backups] == [(2,)]
+    assert split_rngs(jnp.ones(2), splits=2) == []
+
+
 def test_squeeze_leaves_the_axis_out():
     """One lane without its axis, for code that maps over an axis of any size."""
     rngs = nnx.Rngs(0)
@@ -303,6 +319,9 @@ def test_with_rngs_as_a_decorator_gives_copies_to_the_function():
     assert stacked.kernel.shape == (4, 2, 3)
     assert rngs.default.key.shape == ()
     assert len(np.unique(np.asarray(stacked.kernel.value), axis=0)) == 4
+    alike = with_rngs(broadcast=4)(lambda rngs: rngs.default.key.value)(rngs)
+    assert alike.shape == (4,)
+    assert len({bits(key) for key in alike}) == 1
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "unsafe_rbg"])

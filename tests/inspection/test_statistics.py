@@ -107,6 +107,7 @@ def test_what_it_takes():
     gradients = jax.grad(lambda tree: tree["x"].sum(), allow_int=True)(mixed)  # that of "n" has no values
     assert [x.path for x in nnx.statistics(gradients)] == [("x",)]
     assert [x.kind for x in nnx.diff(gradients, mixed)] == ["dtype"]
+    assert [x.path for x in nnx.statistics([nnx.Param(1.0), jnp.ones(1)])] == [(1,)]
     odd = {"a": np.array(["text"]), "b": np.array([object()]), "c": np.ones(2, bool), "d": jnp.ones(2, "float8_e4m3fn")}
     assert [x.path for x in nnx.statistics(odd)] == [("c",), ("d",)]
     with pytest.raises(ArgumentError, match=r"nnx.statistics is of arrays, and there are none in a Dropout"):

@@ -195,6 +195,32 @@ def test_dtypes_are_those_of_the_layer():
     )
 
 
+def test_settings_of_the_adaptation_reach_it():
+    """Of a LoRALinear, each under its own name; and the initializers of `add_lora`."""
+    layer = nnx.LoRALinear(
+        3,
+        4,
+        lora_rank=2,
+        lora_param_dtype=jnp.float16,
+        lora_param_type=nnx.Cache,
+        a_initializer=nnx.initializers.ones,
+        b_initializer=nnx.initializers.constant(2.0),
+        a_metadata={"role": "a"},
+        b_metadata={"role": "b"},
+        rngs=nnx.Rngs(0),
+    )
+    plain = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    nnx.add_lora(
+        plain, 2, a_initializer=nnx.initializers.ones, b_initializer=nnx.initializers.constant(2.0), rngs=nnx.Rngs(0)
+    )
+    for name, value in (("lora_a", 1.0), ("lora_b", 2.0)):
+        param = getattr(layer.lora, name)
+        assert (type(param), param.dtype, param.role) == (nnx.Cache, jnp.float16, name[-1])
+        assert (param == value).all()
+        assert (getattr(plain.lora, name) == value).all()
+    assert layer.kernel.dtype == jnp.float32
+
+
 def test_the_dtype_of_a_layer_is_that_of_its_adaptation_too():
     """So a LoRALinear that computes in bfloat16 does not turn the rest of the model to float32."""
     sizes = {"in_features": 3, "out_features": 4, "lora_rank": 2, "dtype": jnp.bfloat16}

@@ -39,7 +39,7 @@ class Block(nnx.Module):
 class WithAux(Block):
     def __call__(self, x):
         y = super().__call__(x)
-        return y, y.mean()
+        return y, y.mean(0)
 
 
 class Sowing(nnx.Module):
@@ -285,6 +285,8 @@ def test_bad_options_are_errors(depth, options, message):
 def test_what_is_not_a_layer_is_an_error():
     with pytest.raises(errors.ArgumentError, match=r"Modules that can be called, not float32\[3, 2\]"):
         nnx.Stack(lambda: jnp.ones(2), 3)
+    with pytest.raises(errors.ArgumentError, match="Modules that can be called, not Partial"):
+        nnx.Stack(lambda: jax.tree_util.Partial(jnp.add, jnp.ones(2)), 3)
 
 
 def test_a_layer_that_returns_another_shape_is_an_error_and_changes_nothing():
