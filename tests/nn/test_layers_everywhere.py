@@ -239,3 +239,23 @@ def test_split_and_merge(name):
     close(row.call(layer, x), again)
     layer.train()
     assert nnx.graphdef(layer) == nnx.graphdef(other)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: nnx.Linear(4, 4, **options),
+        lambda **options: nnx.Linear(4, 4, use_bias=False, **options),
+        lambda **options: nnx.LinearGeneral(4, (2, 2), **options),
+        lambda **options: nnx.Einsum("abc,cd->abd", (4, 4), (4,), **options),
+        lambda **options: nnx.Conv(4, 4, 3, **options),
+        lambda **options: nnx.ConvTranspose(4, 4, 3, **options),
+        lambda **options: nnx.MultiHeadAttention(2, 4, **options),
+    ],
+)
+def test_the_precision_of_a_layer_is_that_of_each_of_its_products(make):
+    """It is in the program; on a CPU the numbers would not tell."""
+    layer = make(precision="highest", rngs=nnx.Rngs(0))
+    program = str(jax.make_jaxpr(lambda x: layer(x))(jnp.ones((1, 3, 4))))
+    products = program.count("dot_general[") + program.count("conv_general_dilated[")
+    assert program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == products > 0
