@@ -87,7 +87,7 @@ def _drawn_shape(key: Any, shape: tuple[int, ...], eager: bool) -> tuple[int, ..
     would not shard a vector along the axes of the array.
     """
     threefry = jax.random.key_impl(key) == "threefry2x32" if is_key(key) else np.shape(key) == (2,)
-    return (math.prod(shape),) if eager and threefry and len(shape) > 1 else shape
+    return (math.prod(shape),) if eager and threefry else shape
 
 
 @step("shape", "dtype", "eager")
