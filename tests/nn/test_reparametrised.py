@@ -472,3 +472,22 @@ def test_calls_that_change_more_than_values(wrap):
     assert type(odd.table) is nnx.BatchStat
     layer(x, what="")
     assert same_objects(before, raw_values(layer))
+
+
+@pytest.mark.parametrize("wrap", [nnx.SpectralNorm, nnx.WeightNorm])
+def test_what_a_layer_returns_of_itself_is_what_it_holds(wrap):
+    """A part, or a method of it, and not that of the copy with normalised weights."""
+
+    class Showing(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+
+        def __call__(self, x, other):
+            return self.linear, self.linear.__call__, other
+
+    layer = wrap(Showing(), rngs=nnx.Rngs(1))
+    other = nnx.Dict(w=nnx.Param(1.0))
+    for passed in (0, other):
+        part, method, back = layer(jnp.ones(3), other=passed)
+        assert part is method.__self__ is layer.layer_instance.linear
+        assert back is passed

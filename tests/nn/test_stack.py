@@ -282,6 +282,12 @@ def test_bad_options_are_errors(depth, options, message):
         stack(depth=depth, **options)
 
 
+def test_a_stack_of_one_layer_and_a_slice_keep_to_what_was_asked_for():
+    for remat in (False, True):
+        m = stack(depth=1, remat=remat)
+        assert (len(m), m.remat, m[:1].remat, m(X).shape) == (1, remat, remat, X.shape)
+
+
 def test_what_is_not_a_layer_is_an_error():
     with pytest.raises(errors.ArgumentError, match=r"Modules that can be called, not float32\[3, 2\]"):
         nnx.Stack(lambda: jnp.ones(2), 3)
