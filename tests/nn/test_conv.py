@@ -310,7 +310,7 @@ def test_a_setting_that_does_not_fit_the_spatial_axes_is_named(layer, setting):
 
 
 @pytest.mark.parametrize("layer", [nnx.Conv, nnx.ConvTranspose])
-@pytest.mark.parametrize("size", [None, 0, (3, 0)])
+@pytest.mark.parametrize("size", [None, 0, (3, 0), np.int64(0)])
 def test_a_kernel_without_extent_is_refused(layer, size):
     with pytest.raises(ValueError, match=r"kernel_size is a positive integer for each spatial axis, .*but is"):
         layer(2, 3, size, rngs=nnx.Rngs(0))
