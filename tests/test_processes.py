@@ -63,6 +63,19 @@ PROGRAM = """
     layers = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs))(nnx.Rngs(0).split(3))
     y = nnx.scan(lambda y, layer: layer(y), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(jnp.ones(4), layers)
     nnx.cond(y[0] > 0, lambda out, y: out(y), lambda out, y: y, net.out, y)
+
+    parts = [nnx.Linear(4, n, rngs=nnx.Rngs(n)) for n in range(1, 6)]
+    a, b, c, d, e = parts
+
+    class Losses:  # each method may read a setting, so what it refers to is captured before the trace
+        def first(self, x): return a(x).sum() * a.out_features
+        def second(self, x): return b(x).sum() * b.out_features
+        def third(self, x): return c(x).sum() * c.out_features
+        def __add__(self, x): return d(x).sum() * d.out_features
+        def __mul__(self, x): return e(x).sum() * e.out_features
+
+    losses = Losses()
+    nnx.jit(lambda x: losses.first(x) + losses.second(x) + losses.third(x) + (losses + x) + losses * x)(jnp.ones(4))
     print(found["cache_hits"], found["cache_misses"])
 """
 

@@ -265,7 +265,7 @@ def methods_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
     """The look-ups of the methods, properties and the like with these names in the classes of an object, or a class."""
     for cls in () if isinstance(x, _WITHOUT_METHODS) or is_jitted(x) else _classes_of(x):
         if "__module__" in vars(cls):  # written in Python; those of str lead nowhere
-            for name in vars(cls).keys() & names:
+            for name in sorted(vars(cls).keys() & names):  # the same order in all processes
                 held = vars(cls)[name]
                 if name != "__dict__" and (type(held) in _METHODS or not _is_read_from(x, name, held)):
                     yield LookUp(in_class, cls, name)
