@@ -26,6 +26,7 @@ from jax.nn.initializers import Initializer as JaxInitializer
 from jax.nn.initializers import constant as constant
 
 from ..core.formulas import formula, full, multiply, reshape, step
+from ..core.layout import keep
 from ..core.tracing import is_key, runs_eagerly
 
 Initializer = JaxInitializer | Callable[..., Any]
@@ -130,11 +131,14 @@ def _drawn_by(
     draw: Callable[..., Any], factors: Callable[[tuple[int, ...], Any, Any], Factors], of_jax: Any, dtype: Any
 ) -> Initializer:
     """An initializer that calls ``draw`` where ``of_jax`` gives the same numbers, and elsewhere ``of_jax``."""
+    known: dict[Any, Factors] = {}  # not a cached function, which cloudpickle cannot send
 
-    @functools.lru_cache(maxsize=64)
     def factors_of(shape: tuple[int, ...], dtype: Any, xp: Any) -> Factors:
-        found = factors(shape, dtype, xp) if jnp.issubdtype(dtype, np.floating) else None
-        return found and (np.asarray(found[0], dtype), *found[1:])
+        try:
+            return known[shape, dtype, xp]
+        except KeyError:
+            found = factors(shape, dtype, xp) if jnp.issubdtype(dtype, np.floating) else None
+            return keep(known, (shape, dtype, xp), found and (np.asarray(found[0], dtype), *found[1:]))
 
     def init(key: Any, shape: Any, dtype: Any = dtype, **kwargs: Any) -> jax.Array:
         dtype = jax.dtypes.canonicalize_dtype(jnp.float_) if dtype is None else dtype

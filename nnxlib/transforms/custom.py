@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 import types
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from ..core.graph import After, Delta, Packed, build, pack
 from ..core.layout import Layout
 from ..core.missing import MISSING, is_missing
 from ..core.packing import pack_live
+from ..core.pickling import global_name
 from ..core.rows import ROOT, NodeRow, Tree, children, count_leaves, own_leaf_paths
 from ..core.static import StaticArgument
 from ..core.tracing import boundary
@@ -157,6 +159,15 @@ class _Custom:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
+
+    def __copy__(self) -> _Custom:  # as for a function
+        return self
+
+    def __deepcopy__(self, memo: Any) -> _Custom:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return global_name(self, sys._getframe(1)) or super().__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({getattr(self._function, '__qualname__', self._function)})"

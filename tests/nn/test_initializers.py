@@ -1,6 +1,7 @@
 import logging
 import pickle
 
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +49,14 @@ def test_what_makes_initializers_can_be_pickled():
     for name in ("normal", "orthogonal", "delta_orthogonal", "uniform", "variance_scaling", "lecun_normal", "constant"):
         make = getattr(nnx.initializers, name)
         assert pickle.loads(pickle.dumps(make)) is make
+
+
+@pytest.mark.parametrize("name", ["lecun_normal", "he_uniform", "truncated_normal", "uniform", "normal", "orthogonal"])
+def test_initializers_can_be_sent_by_cloudpickle(name):
+    """A class of ``__main__`` that names one is sent with it; also after it was used."""
+    init, key = getattr(nnx.initializers, name)(), jax.random.key(0)
+    expected = init(key, (3, 2))
+    assert (cloudpickle.loads(cloudpickle.dumps(init))(key, (3, 2)) == expected).all()
 
 
 FACTORIES = [
