@@ -74,7 +74,7 @@ class Captures:
 
     def __init__(self, function: Callable, given: Sequence[Any] = ()):
         self._function, self._given = function, given
-        self._adding = threading.Lock()
+        self._adding = threading.RLock()  # a signal handler may call the function while it is searched
         self._tokens: dict[Hashable, object] = {}  # by the addresses that were met so far
         self._names: set[str] = set()  # in the code that was found so far
         self._integers = False  # whether integers are literals

@@ -23,6 +23,7 @@ from nnxlib.core.conditions import Conditions
 from nnxlib.core.errors import ArgumentError
 from nnxlib.core.graph import pack
 from nnxlib.core.tables import table_of
+from nnxlib.transforms.closure_inputs import Captures
 
 X = jnp.ones((1, 2))
 
@@ -1156,6 +1157,27 @@ def test_what_is_described_inside_is_not_kept_outside(describe, toggles):
         for leaf in jax.tree.leaves((layer, nnx.state(layer))):
             assert not isinstance(leaf, jax.core.Tracer)
         assert table_of(layer).layout is pack(layer).layout
+
+
+def test_a_function_may_be_called_while_it_is_searched(monkeypatch):
+    """As a signal handler or a destructor may do, which run in the same thread, between any two steps."""
+    model, x, searches, search = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones(2), [], Captures._search
+    call = nnx.jit(lambda x: model(x))
+
+    def interrupted(*args):
+        searches.append(args)
+        if len(searches) == 2:  # what the trace has noticed
+            call(x)
+        return search(*args)
+
+    monkeypatch.setattr(Captures, "_search", interrupted)
+    thread = threading.Thread(target=call, args=(x,), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert len(searches) > 2
+    model.bias += 1
+    assert (call(x) == model(x)).all()
 
 
 def test_what_another_thread_describes_meanwhile_is_not_kept():
