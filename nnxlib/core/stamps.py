@@ -38,6 +38,10 @@ class Stamp:
         self.edition += 1
         self.valid = self.edition
 
+    def __del__(self) -> None:
+        """Be invalid, in case that a destructor hands out again what is garbage: it has lost its references to this."""
+        self.changed, self.valid = [gone], False
+
     def add_check(self, check: Callable[[], bool]) -> None:
         """From now on, be valid only while ``check()`` is true."""
         self.check = check

@@ -394,3 +394,30 @@ def test_what_a_trace_has_built_is_not_walked(monkeypatch, unchecked):
     m = nnx.List([Layer() for _ in range(20)])
     step.lower(m, jnp.ones(2))
     assert len(entered) == len(pack(m).objects)
+
+
+def test_a_model_that_a_destructor_hands_out_again_has_a_new_table():
+    """Before the collector calls it, it clears all weak references to garbage, those of the model to its stamp too."""
+    pool = []
+
+    class Trainer:
+        def __init__(self, model):
+            self.model, self.itself = model, self
+
+        def __del__(self):
+            pool.append(self.model)
+
+    scaled = nnx.jit(lambda m, x: x * m.scale * m.layer.w.sum())
+    model = nnx.Dict(scale=1.0, layer=Layer())
+    before, *_ = [scaled(model, 2.0) for _ in range(3)]
+    Trainer(model)
+    del model
+    gc.collect()
+    (model,) = pool
+    model.scale = 3.0
+    assert scaled(model, 2.0) == 3 * before
+    assert nnx.clone(model).scale == 3.0
+    model.layer.w.value *= 2
+    del model.layer.w
+    model.layer.w = param(2)
+    assert table_of(model).layout is pack(model).layout
