@@ -266,12 +266,12 @@ class CustomJvp(_Custom):
 def _prepare(function: Callable, args: tuple, chosen: Sequence[int | DiffState]) -> tuple[_Call, Packed]:
     """Pack the arguments of a call, and find what is differentiated, given ``nondiff_argnums``."""
     filters = by_argument(chosen, len(args), option="nondiff_argnums")
-    nondiff = sorted(i for i, filter_ in filters.items() if filter_ is None)
+    nondiff = sorted(i for i, filter_ in filters.items() if filter_ is MISSING)
     args = tuple([StaticArgument(x) if i in nondiff and not is_data(x) else x for i, x in enumerate(args)])
     packed = pack_live(Arguments(args, {}))
     check_traceable(packed.layout, packed.leaves)
-    diff = {i: filters.get(i) for i in range(len(args)) if i not in nondiff}
-    taken = {i: f for i, f in diff.items() if f is None or not isinstance(to_predicate(f), Nothing)}
+    diff = {i: filters.get(i, MISSING) for i in range(len(args)) if i not in nondiff}
+    taken = {i: f for i, f in diff.items() if f is MISSING or not isinstance(to_predicate(f), Nothing)}
     lane_of = differentiated(packed, args, taken, INEXACT)
     positions = [k for k in Tangents.of_lanes(packed.layout, lane_of).positions if is_inexact(packed.leaves[k])]
     shapes = tuple(map(type_of, packed.leaves))

@@ -71,8 +71,8 @@ def choices(argnums: Argnums) -> list[int | DiffState]:
 
 def by_argument(
     chosen: Sequence[int | DiffState], count: int, shift: int = 0, option: str = "argnums"
-) -> dict[int, Filter | None]:
-    """Argument number -> its filter, None for the default; in the order in which they were chosen.
+) -> dict[int, Filter]:
+    """Argument number -> its filter, MISSING for the default; in the order in which they were chosen.
 
     Args:
       chosen: numbers of arguments, or these with filters.
@@ -84,9 +84,9 @@ def by_argument(
       ArgumentError: for what is not a number.
       PrefixError: for an argument that was not passed, or is named twice.
     """
-    filters: dict[int, Filter | None] = {}
+    filters: dict[int, Filter] = {}
     for choice in chosen:
-        number, filter_ = (choice.argnum, choice.filter) if isinstance(choice, DiffState) else (choice, None)
+        number, filter_ = (choice.argnum, choice.filter) if isinstance(choice, DiffState) else (choice, MISSING)
         if not isinstance(number, int | np.integer):
             raise ArgumentError(f"{option} takes numbers of arguments, or DiffState(number, filter), not {number!r}.")
         if not -count <= number < count:
@@ -106,7 +106,7 @@ INEXACT = PrefixMapping([(lambda path, leaf: is_inexact(leaf), _DIFFERENTIATED),
 
 
 def differentiated(
-    packed: Packed, args: tuple, filters: Mapping[int, Filter | None], default: PrefixMapping
+    packed: Packed, args: tuple, filters: Mapping[int, Filter], default: PrefixMapping
 ) -> tuple[int, ...]:
     """The lane of each leaf of packed ``Arguments``: 0 for those that are differentiated, 1 for the rest.
 
@@ -124,7 +124,7 @@ def differentiated(
     lane_of = tuple(map(_LANES.index, labels))
     taken = {path[1] for path, lane in zip(packed.layout.leaf_paths, lane_of, strict=True) if lane == 0}
     for i, filter_ in filters.items():
-        if filter_ is not None and i not in taken:
+        if filter_ is not MISSING and i not in taken:
             raise PrefixError(
                 f"DiffState({i}, {shown(filter_)}) selects no leaf of argument {i}, so there is nothing to "
                 "differentiate."
@@ -132,9 +132,9 @@ def differentiated(
     return lane_of
 
 
-def _entry(x: Any, filter_: Filter | None, default: PrefixMapping) -> Any:
+def _entry(x: Any, filter_: Filter, default: PrefixMapping) -> Any:
     """The entry (prefixes.py) of a node or leaf in an argument that is differentiated."""
-    if filter_ is None:
+    if filter_ is MISSING:
         return default if isinstance(x, Node) else _DIFFERENTIATED
     return PrefixMapping([(filter_, _DIFFERENTIATED), (..., _REST)])
 

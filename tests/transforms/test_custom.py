@@ -183,7 +183,7 @@ def test_nondiff_leaves(keeps_all):
     assert_close(nnx.grad(f)(Net(), A), {"x": 5.0, "y": 0.0})
 
 
-@pytest.mark.parametrize("filter_", [False, nnx.Nothing()])
+@pytest.mark.parametrize("filter_", [False, None, nnx.Nothing()])
 @pytest.mark.parametrize("returned", [None, 7.0])
 def test_an_argument_of_which_nothing_is_differentiated(filter_, returned):
     """DiffState with a filter that selects nothing: no gradient, whatever the rule returns in its place."""

@@ -417,6 +417,7 @@ def test_a_live_model_in_a_closure():
         (nnx.DiffState(0, nnx.PathContains("nothing")), r"DiffState\(0, .*nothing.*\) selects no leaf of argument 0"),
         (nnx.DiffState(1, nnx.Param), "selects no leaf of argument 1"),
         ((0, nnx.DiffState(1, False)), "selects no leaf of argument 1"),
+        (nnx.DiffState(0, None), r"DiffState\(0, None\) selects no leaf of argument 0"),
     ],
 )
 def test_wrong_argnums(argnums, message):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import nnxlib as nnx
 from nnxlib.core import errors
 from nnxlib.core.graph import pack
+from nnxlib.core.missing import MISSING
 from nnxlib.transforms.leaf_checks import type_of
 from nnxlib.transforms.tangents import Tangents, by_argument, is_inexact, zeros_like
 
@@ -87,8 +88,8 @@ def test_values_of_other_types():
 def test_by_argument():
     """Numbers may be negative, and are shifted; one that is not there, or there twice, is an error."""
     chosen = nnx.DiffState(0, nnx.Param)
-    assert by_argument([1, chosen], 2, shift=3) == {4: None, 3: nnx.Param}
-    assert by_argument([-1], 3) == {2: None}
+    assert by_argument([1, chosen], 2, shift=3) == {4: MISSING, 3: nnx.Param}
+    assert by_argument([-1, nnx.DiffState(0, None)], 3) == {2: MISSING, 0: None}
     with pytest.raises(errors.PrefixError, match="argnums has 2, but the function was called with 2"):
         by_argument([2], 2)
     with pytest.raises(errors.PrefixError, match=r"has argument -2 twice; join the filters"):
