@@ -34,7 +34,7 @@ def check_returned(after: After) -> None:
             continue
         try:
             jax.tree.map(jax.typeof, leaf)
-        except TypeError:
+        except (TypeError, OverflowError):
             raise OutputError(
                 f"{place_of(after.leaf_paths[k])} is set to a {type(leaf).__name__} ({leaf!r:.80}), which cannot come "
                 "out of a compiled function. Return arrays, and keep other values in static attributes or outside."
@@ -49,7 +49,7 @@ def is_traceable(leaf: Any) -> bool:
         return True
     try:
         jax.typeof(leaf)
-    except TypeError:
+    except (TypeError, OverflowError):  # the latter of an int
         return False
     return True
 
@@ -82,11 +82,11 @@ def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
     for path, leaf, message in reversed([*zip(layout.leaf_paths, leaves, places, strict=True)]):
         if not is_traceable(leaf) and not (path[:1] == ("captured",) and is_literal(leaf)):
             name, kind = format_path(path), type(leaf).__name__
-            arrays = _OF_ARRAYS if dataclasses.is_dataclass(leaf) else ""
-            raise ArgumentError(message.format(name=name, kind=kind, value=leaf) + arrays)
+            more = _OF_ARRAYS if dataclasses.is_dataclass(leaf) else _TOO_LARGE if isinstance(leaf, int) else ""
+            raise ArgumentError(message.format(name=name, kind=kind, value=leaf) + more)
 
 
-def explain_untraced(error: TypeError, layout: Layout, leaves: Sequence[Any]) -> None:
+def explain_untraced(error: Exception, layout: Layout, leaves: Sequence[Any]) -> None:
     """Say which of the arguments are why JAX has raised an error, if any are.
 
     Raises:
@@ -118,6 +118,8 @@ functools.partial or a closure; or, for nnx.jit, declare it static: static_argnu
 _OF_ARRAYS = """ \
 If it holds arrays, register the dataclass (jax.tree_util.register_dataclass), or make it an nnx.Pytree, with \
 @nnx.dataclass."""
+
+_TOO_LARGE = " JAX's integers have 32 bits, or 64 with jax.enable_x64(True)."
 
 _UNTRACEABLE_VALUE = """\
 The Variable {name} holds a {kind} ({value!r:.80}), which JAX cannot trace: Variables are for arrays. Keep it in an \

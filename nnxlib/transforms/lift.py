@@ -279,7 +279,7 @@ def tracing_all(run: Callable, crossing: Crossing) -> Callable:
     def traced(*groups: Sequence[Any]) -> Any:
         try:
             return run(*groups)
-        except TypeError as error:
+        except (TypeError, OverflowError) as error:
             explain_untraced(error, crossing.layout, join_lanes(groups, crossing.lane_of))
             raise
 

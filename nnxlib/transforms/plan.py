@@ -255,7 +255,7 @@ class Plan:
         """
         try:
             return call_lending(self.crossing.traces, packed.objects, self._call, packed)
-        except TypeError as error:
+        except (TypeError, OverflowError) as error:
             explain_untraced(error, packed.layout, packed.leaves)
             raise
 

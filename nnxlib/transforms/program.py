@@ -284,7 +284,7 @@ def run_program(program: Callable[[list[Any]], Any], packed: Packed, *extra: Any
     """Run a program on the packed leaves and ``extra`` ones, and commit the leaves and the Outcome that it returns."""
     try:
         leaves, outcome = program([*packed.leaves, *extra])
-    except TypeError as error:
+    except (TypeError, OverflowError) as error:
         explain_untraced(error, packed.layout, packed.leaves)
         raise
     except (RuntimeError, ValueError) as error:

@@ -506,3 +506,27 @@ def test_a_variable_that_holds_no_array():
     model = nnx.Dict(mode=nnx.Variable("train"), w=nnx.Param(jnp.ones(2)))
     with pytest.raises(TypeError, match=r"The Variable args.0..mode holds a str .'train'.*attribute of its own"):
         nnx.jit(lambda model: model["w"] * 2)(model)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f, model: nnx.jit(f)(model),
+        lambda f, model: nnx.remat(f)(model),
+        lambda f, model: nnx.vjp(f, model),
+        lambda f, model: nnx.cond(True, f, f, model),
+    ],
+)
+def test_an_integer_that_is_too_large(call):
+    """JAX's OverflowError names no path, or not that of the user."""
+    model = nnx.Dict(n=nnx.Variable(2**33), w=nnx.Param(jnp.ones(2)))
+    with pytest.raises(TypeError, match=r"The Variable args.0..n holds a int .8589934592.*32 bits, or 64 with"):
+        call(lambda model: model["w"] * 2, model)
+    with jax.enable_x64(True):
+        call(lambda model: model["w"] * 2, model)
+
+
+def test_an_integer_that_is_too_large_as_a_result():
+    """The message names the Variable that was set to it."""
+    with pytest.raises(TypeError, match=r"args.0..w is set to a int .8589934592"):
+        nnx.jit(lambda model: model["w"].set_value(2**33))(nnx.Dict(w=nnx.Param(jnp.ones(2))))
