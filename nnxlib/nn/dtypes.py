@@ -130,6 +130,8 @@ _convert_array = step("new_dtype")(lax.convert_element_type)
 @functools.cache
 def at_least_float32(dtype: np.dtype) -> np.dtype:
     """The dtype in which a sum of many values of ``dtype`` is computed."""
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:  # JAX does not promote float8 and float4
+        return np.dtype(jnp.float32)
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(dtype, jnp.float32)
 

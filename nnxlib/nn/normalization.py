@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .dtypes import Array, Dtype, canonicalize_dtype
+from .dtypes import Array, Dtype, at_least_float32, canonicalize_dtype
 from .initializers import Initializer as Initializer
 from .norm import Axes as Axes
 from .norm import BatchNorm as BatchNorm
@@ -43,7 +43,7 @@ def _compute_stats(
 
     They are computed in ``dtype``, by default that of ``x``; in float32 at least.
     """
-    x = jnp.asarray(x, None if dtype is None else jnp.promote_types(dtype, jnp.float32))
+    x = jnp.asarray(x, None if dtype is None else at_least_float32(jnp.dtype(dtype)))
     over: dict[str, Any] = {"axes": _canonicalize_axes(x.ndim, axes), "axis_name": axis_name}
     over["axis_index_groups"] = frozen(axis_index_groups)
     if not use_mean:

@@ -34,7 +34,7 @@ from ..transforms.scan import Carry as Scanned
 from ..transforms.scan import scan
 from . import initializers
 from .activations import sigmoid, tanh
-from .dtypes import Array, Dtype, broadcast_together, input_error, promote_dtype
+from .dtypes import Array, Dtype, at_least_float32, broadcast_together, input_error, promote_dtype
 from .initializers import Initializer
 from .linear import Linear
 from .settings import NO_METADATA, Metadata, default_bias_init, default_kernel_init, frozen
@@ -54,7 +54,7 @@ def modified_orthogonal(key: Array, shape: Shape, dtype: Dtype = jnp.float32) ->
     >>> q.dtype, jnp.abs(q.T @ q - jnp.eye(3)).max() < 0.02
     (dtype(bfloat16), Array(True, dtype=bool))
     """
-    return _orthogonal(key, shape, jnp.promote_types(dtype, jnp.float32)).astype(dtype)
+    return _orthogonal(key, shape, at_least_float32(jnp.dtype(dtype))).astype(dtype)
 
 
 _orthogonal = initializers.orthogonal()

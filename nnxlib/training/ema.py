@@ -22,6 +22,7 @@ from ..core.packing import pack_live
 from ..core.state import State, filter_state, from_flat_state, to_flat_state
 from ..core.tracing import boundary
 from ..core.variables import Variable, plain_value
+from ..nn.dtypes import at_least_float32
 from .stored import matched, set_values, without_aliases
 
 A = TypeVar("A")
@@ -98,7 +99,7 @@ class EMA(Pytree):
         dtype = jnp.result_type(average)
         if not jnp.issubdtype(dtype, jnp.inexact):
             return value
-        wide = jnp.promote_types(dtype, jnp.float32)
+        wide = at_least_float32(dtype)
         mean = self.decay * jnp.asarray(average, wide) + (1 - self.decay) * jnp.asarray(value, wide)
         return mean.astype(dtype)
 

@@ -64,11 +64,12 @@ def test_named_paddings():
     assert nnx.max_pool(x > 2, (2,)).ravel().tolist() == [False, False, True, True]
 
 
-def test_averages_keep_the_dtype_of_floats():
-    """In bfloat16 the result is bfloat16, however padding counts."""
-    x = jnp.ones((1, 4, 1), jnp.bfloat16)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_averages_keep_the_dtype_of_floats(dtype):
+    """In bfloat16 the result is bfloat16, however padding counts; in float8, which JAX does not promote, float8."""
+    x = jnp.ones((1, 4, 1), dtype)
     for count in (True, False):
-        assert nnx.avg_pool(x, (2,), padding="SAME", count_include_pad=count).dtype == jnp.bfloat16
+        assert nnx.avg_pool(x, (2,), padding="SAME", count_include_pad=count).dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint32, jnp.int16, jnp.bool_])

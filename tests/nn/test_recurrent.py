@@ -266,10 +266,12 @@ def test_mixed_precision(name):
     assert jnp.isfinite(rnn(array(2, 3, 3).astype(jnp.bfloat16))[1]).all()
 
 
-def test_orthogonal_in_low_precision():
-    q = modified_orthogonal(jax.random.key(0), (4, 4), jnp.bfloat16)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_orthogonal_in_low_precision(dtype):
+    with jax.numpy_dtype_promotion("strict"):
+        q = modified_orthogonal(jax.random.key(0), (4, 4), dtype)
     exact = jax.nn.initializers.orthogonal()(jax.random.key(0), (4, 4))
-    np.testing.assert_array_equal(q, exact.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(q, exact.astype(dtype))
     np.testing.assert_array_equal(modified_orthogonal(jax.random.key(0), (4, 4)), exact)
 
 

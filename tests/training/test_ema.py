@@ -65,13 +65,16 @@ def test_counts_and_keys_take_the_newest_value():
     np.testing.assert_allclose(ema.params.norm.mean.value, 0.1 * model.norm.mean.value, rtol=1e-5)
 
 
-def test_low_precision_averages_are_computed_in_float32():
-    """In bfloat16 arithmetic a decay of 0.999 would be 1; the average keeps its dtype."""
-    model = nnx.Dict(w=nnx.Param(jnp.zeros(1, jnp.bfloat16)))
-    ema = nnx.EMA(model, 0.999)
-    model.w.value += 1000
-    ema.update(model)
-    assert ema.params.w.dtype == jnp.bfloat16
+@pytest.mark.parametrize("promotion", ["standard", "strict"])
+@pytest.mark.parametrize(("dtype", "size"), [(jnp.bfloat16, 1000), (jnp.float8_e4m3fn, 256), (jnp.float8_e5m2, 1024)])
+def test_low_precision_averages_are_computed_in_float32(dtype, size, promotion):
+    """In bfloat16 arithmetic a decay of 0.999 would be 1; the average keeps its dtype. JAX does not promote float8."""
+    model = nnx.Dict(w=nnx.Param(jnp.zeros(1, dtype)))
+    ema = nnx.EMA(model, 1 - 1 / size)
+    model.w.value = jnp.full(1, size, dtype)
+    with jax.numpy_dtype_promotion(promotion):
+        ema.update(model)
+    assert ema.params.w.dtype == dtype
     np.testing.assert_allclose(np.float32(ema.params.w.value), 1.0, rtol=0.01)
 
 
