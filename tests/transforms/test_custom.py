@@ -386,6 +386,18 @@ def same(m, a):
     return product(m, a), ()
 
 
+def returns_more(m, a):
+    return (product(m, a), a), ()
+
+
+def notes(note):
+    def call(m, a):
+        m.note = note
+        return product(m, a)
+
+    return call
+
+
 def gives(value):
     return lambda residuals, gradients: value
 
@@ -394,10 +406,11 @@ def forgets(m, a):
     return jnp.sin(m.x) * m.y * a, ()
 
 
-def jit_forgets():
-    f = nnx.custom_vjp(product)
-    f.defvjp(forgets, gives((None, None)))
-    return nnx.grad(nnx.jit(f))(Net(), A)
+def in_jit(forward, fun=product):
+    """Both the function and its forward rule are traced."""
+    f = nnx.custom_vjp(fun)
+    f.defvjp(forward, gives((None, None)))
+    return lambda: nnx.grad(nnx.jit(f))(Net(), A)
 
 
 def with_jvp(rule):
@@ -417,7 +430,13 @@ WRONG = {
     "no State": (with_rule(same, gives((A, None))), r"Module at args\[0\] must be a State"),
     "not an array": (with_rule(same, gives((None, (A,)))), r"args\[1\] must be float32\[\]"),
     "unknown": (with_rule(same, gives((nnx.State({"z": A}), None))), r"args\[0\].z, but there is no such leaf"),
-    "other changes": (jit_forgets, r"they differ in args\[0\].calls"),
+    "other changes": (in_jit(forgets), r"they differ in args\[0\].calls"),
+    "other output": (in_jit(returns_more), "they differ in the structure of the output"),
+    "other value": (
+        in_jit(lambda m, a: (notes("b")(m, a), ()), notes("a")),
+        "they differ in the structure of a Module",
+    ),
+    "text": (lambda: doubled()(nnx.Dict(x=nnx.Param("text")), A), r"The Variable args\[0\].x holds a str"),
     "jvp": (with_jvp(lambda p, t: (product(*p), jnp.ones(3))), r"tangent of <output> must be float32\[\]"),
     "jvp pair": (with_jvp(lambda p, t: product(*p)), r"must return a pair \(output, tangent\)"),
     "symbolic": (lambda: nnx.custom_vjp(product).defvjp(same, same, symbolic_zeros=True), "symbolic_zeros"),
@@ -430,6 +449,12 @@ def test_messages(case):
     run, message = WRONG[case]
     with pytest.raises(errors.ArgumentError, match=message):
         run()
+
+
+def test_text_in_an_output():
+    """The message names its place."""
+    with pytest.raises(errors.OutputError, match="<output> is set to a str"):
+        doubled(lambda m, a: "text")(Net(), A)
 
 
 def test_wrong_nondiff_argnums():
@@ -549,8 +574,13 @@ def to_integers(m):
     m["a"].value = jnp.arange(2)
 
 
-LEAVES = {"a", "part/x", "part/w", "part2/w", "items/0"}
+def take_an_array_away(m):
+    del m["part"]["x"]
+
+
+LEAVES = {"a", "part/x", "part/y", "part/w", "part2/w", "items/0"}
 MOVES = {
+    take_an_array_away: LEAVES - {"part/x"},
     rename: LEAVES - {"a"} | {"z"},
     move_a_part: LEAVES - {"part2/w"} | {"part/in/w"},
     insert: LEAVES - {"a"} | {"items/1"},
@@ -562,7 +592,8 @@ MOVES = {
 def test_what_is_only_moved_has_a_gradient_at_its_new_path(move):
     """A rule gets the gradients of the arguments as the function leaves them."""
     make = lambda: nnx.Param(jnp.ones(2))
-    m = nnx.Dict(a=make(), part=nnx.Dict(x=jnp.ones(3), w=make()), part2=nnx.Dict(w=make()), items=nnx.List([make()]))
+    part, part2 = nnx.Dict(x=jnp.ones(3), y=jnp.ones(4), w=make()), nnx.Dict(w=make())
+    m = nnx.Dict(a=make(), part=part, part2=part2, items=nnx.List([make()]))
 
     def call(m):
         move(m)
@@ -600,6 +631,25 @@ def test_a_part_that_is_changed_and_taken_away():
     grads = nnx.grad(f)(m, A)
     assert (grads.net.x.item(), grads.net.y.item(), grads.z.item()) == (100, 0, 6)
     assert not hasattr(m, "net")
+
+
+def test_the_gradient_of_a_part_that_is_taken_away_is_not_that_of_the_last_argument():
+    """It has no path after the call. An array that is an argument comes back in no output, so it has no gradient."""
+    of_a = []
+
+    def use_up(m, a):
+        m.x *= a
+        m.z.array = m.z.array * a
+        del m.z
+
+    def backward(residuals, gradients):
+        of_a.append(gradients[0][1])
+        return (None, None)
+
+    f = nnx.custom_vjp(use_up)
+    f.defvjp(lambda m, a: (use_up(m, a), None), backward)
+    nnx.grad(lambda m: (f(m, A), m.x.sum())[1])(nnx.Dict(x=nnx.Param(A), z=nnx.Dict(array=A)))
+    assert of_a == [None]
 
 
 def test_a_part_that_holds_an_array_and_is_taken_away():
