@@ -48,7 +48,7 @@ from .literals import LiteralToken, literals_of
 from .plan import Compiled, Plan, WithOutcome
 from .prefixes import PrefixMapping, argument_entries, refuse_nodes, same_entries
 from .retraces import Traces
-from .selection import Selection, as_static, holders_in, numbers_of
+from .selection import Selection, as_static, holders_in, names_of, numbers_of
 from .signatures import as_jit
 from .stages import Stage
 
@@ -108,13 +108,9 @@ def jit(
       PlacementError: if what comes back does not fit its sharding; lists the paths.
     """
     check_options(options, jax.jit)
-    static = numbers_of(static_argnums, "static_argnums"), _as_tuple(static_argnames)
-    donated = numbers_of(donate_argnums, "donate_argnums"), _as_tuple(donate_argnames)
+    static = numbers_of(static_argnums, "static_argnums"), names_of(static_argnames, "static_argnames")
+    donated = numbers_of(donate_argnums, "donate_argnums"), names_of(donate_argnames, "donate_argnames")
     return JitWrapped(fun, in_shardings, out_shardings, static, donated, options)
-
-
-def _as_tuple(value: Any) -> tuple:
-    return () if value is None else (value,) if isinstance(value, int | str) else tuple(value)
 
 
 class JitWrapped(Jitted, Generic[P, R]):

@@ -56,6 +56,19 @@ def numbers_of(argnums: int | Iterable[int] | None, option: str) -> tuple[int, .
         raise ArgumentError(f"{option} takes numbers of arguments, such as 0 or (0, 1), not {argnums!r}.") from None
 
 
+def names_of(argnames: str | Iterable[str] | None, option: str) -> tuple[str, ...]:
+    """The names of arguments that a user has chosen, one of them or several.
+
+    Raises:
+      ArgumentError: for what is not a name.
+    """
+    is_single = isinstance(argnames, str) or not isinstance(argnames, Iterable)
+    names: tuple = () if argnames is None else (argnames,) if is_single else tuple(argnames)
+    if not all(isinstance(name, str) for name in names):
+        raise ArgumentError(f"{option} takes names of arguments, such as 'n' or ('n', 'size'), not {argnames!r}.")
+    return names
+
+
 class Selection:
     """Arguments chosen by number or name; by the signature of the function, a number implies a name and vice versa.
 

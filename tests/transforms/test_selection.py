@@ -58,6 +58,14 @@ def test_numbers_of_arguments_are_numbers(transform, option, given):
     assert transform(lambda m, n: m, **{option: np.int64(0)})(1, 2) is not None
 
 
+@pytest.mark.parametrize("given", [0, ("n", 0), nnx.Param, 1.5])
+@pytest.mark.parametrize("option", ["static_argnames", "donate_argnames"])
+def test_names_of_arguments_are_text(option, given):
+    """Also if the function takes any name: a number there is not the number of an argument."""
+    with pytest.raises(errors.ArgumentError, match=f"{option} takes names of arguments, such as 'n' or .*, not "):
+        nnx.jit(lambda *args, **kwargs: args, **{option: given})
+
+
 def test_static_arguments_of_a_bound_method():
     """Numbers count the arguments of the call, as with jax.jit of a bound method."""
     model = Net()
