@@ -466,6 +466,15 @@ def test_an_object_that_takes_the_place_of_another_is_taken_into_the_table(excha
         assert _agrees(m) is table
 
 
+def test_an_object_that_changes_once_it_has_left_does_not_matter():
+    """No use of the table comes in between: its stamp is on the former object when that changes."""
+    m = Assembled()
+    table, former = table_of(m), m.first
+    m.first = m.make()
+    former.layer = Layer()
+    assert _agrees(m) is table
+
+
 OTHER_OBJECTS = {
     "another class": lambda m: setattr(m, "first", type("Other", (Part,), {})(m.aaa)),
     "another flag": lambda m: (
