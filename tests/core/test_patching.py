@@ -3,7 +3,9 @@
 import gc
 import operator
 import threading
+import types
 import weakref
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -473,6 +475,42 @@ def test_an_object_that_changes_once_it_has_left_does_not_matter():
     m.first = m.make()
     former.layer = Layer()
     assert _agrees(m) is table
+
+
+class Moments(NamedTuple):
+    """A pytree whose dict stays plain, as in the state of an optimizer."""
+
+    of: dict
+
+
+EDITABLE = {
+    "settings": (lambda: types.SimpleNamespace(n=1), lambda settings: setattr(settings, "n", 2)),
+    "a pytree": (lambda: Moments({"x": param()}), lambda moments: moments.of.update(x=param())),
+    "an array in a pytree": (lambda: Moments({"x": jnp.ones(2)}), lambda moments: moments.of.update(x=param())),
+}
+
+
+@pytest.mark.parametrize("kind", EDITABLE)
+def test_what_can_be_edited_in_an_object_that_takes_the_place_of_another(kind):
+    """It is the new one that is compared at each call."""
+    make, edit = EDITABLE[kind]
+    m = Assembled()
+    m.first.held = make()
+    table_of(m)
+    m.first = _with(m.make(), held=make())
+    _agrees(m)
+    edit(m.first.held)
+    _agrees(m)
+
+
+def test_a_pytree_that_takes_the_place_of_another_with_the_same_variables():
+    """What is put into its dict later is noticed."""
+    m = nnx.Dict(moments=Moments({"x": param()}))
+    table_of(m)
+    m.moments = Moments({**m.moments.of})
+    _agrees(m)
+    m.moments.of["x"] = param()
+    _agrees(m)
 
 
 OTHER_OBJECTS = {
