@@ -230,6 +230,7 @@ def test_tied_weights_stay_tied():
     m = Tied()
     x = jnp.full(2, 3.0)
     assert keys(m) == [".bias.value", ".decode.w.value"]
+    assert keys(nnx.List([m])) == ["[0].bias.value", "[0].decode.w.value"]
     grads = jax.grad(lambda m: m(x).sum())(m)
     assert grads.encode is grads.decode
     assert grads.encode.w.value.tolist() == [6, 6]
