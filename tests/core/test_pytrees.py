@@ -1,5 +1,6 @@
 """Modules, Lists and Dicts under raw JAX: ordinary pytrees, in which sharing and cycles survive."""
 
+import collections
 import copy
 import dataclasses
 import gc
@@ -560,6 +561,14 @@ def test_what_changes_in_what_jax_unflattened_is_seen(change, flattened):
     for x, y in ((m.zeta, fresh.zeta), (m.layers, fresh.layers), (m, fresh)):
         assert keys(x) == keys(y)
         assert jax.tree.structure(x) == jax.tree.structure(y)
+
+
+def test_a_module_in_a_pytree_in_what_jax_unflattened_is_watched():
+    """Its Variable becomes one that is elsewhere, too: a change of the inner Module alone."""
+    m = jax.tree.map(lambda x: x, nnx.Dict(w=nnx.Param(1.0), box=collections.OrderedDict(part=Layer())))
+    assert keys(m) == [".box['part'].w.value", ".w.value"]
+    m.box["part"].w = m.w
+    assert len(jax.tree.leaves(m)) == 1
 
 
 @dataclasses.dataclass
