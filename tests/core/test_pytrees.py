@@ -800,6 +800,16 @@ def test_an_object_that_can_change_unnoticed_is_flattened_anew():
         assert scaled(model) == jitted(model) == n
 
 
+@pytest.mark.parametrize("place", [lambda x: x, lambda x: (x,)], ids=["attribute", "in a tuple"])
+def test_an_object_that_can_change_unnoticed_is_flattened_anew_with_what_holds_it(place):
+    """Its Variable becomes one that is elsewhere, too."""
+    inner = Unwatched()
+    model = nnx.Dict(w=nnx.Param(1.0), held=place(inner))
+    assert len(jax.tree.leaves(model)) == 2
+    inner.__dict__["part"] = model.w
+    assert len(jax.tree.leaves(model)) == 1
+
+
 def test_a_dict_of_settings_has_the_keys_of_a_dict():
     """Code that maps over settings asks a key for its ``key``; those of a Dict with data are names, as in flax.nnx."""
     m = nnx.Module()
