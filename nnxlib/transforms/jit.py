@@ -38,7 +38,7 @@ from .buffers import note_buffers
 from .callables import check_options, resolve
 from .checkify import note_nan_in_call
 from .classes import lifts_classes
-from .closure_inputs import EMPTY, NOTHING, Captured, Captures
+from .closure_inputs import EMPTY, NOTHING, Captured, Captures, Known
 from .dispatch import Dispatch, KnownCall, Miss
 from .jit_crossing import JitCrossing
 from .labels import label_arguments, lanes_of
@@ -320,7 +320,7 @@ class JitWrapped(Jitted, Generic[P, R]):
                 return compiled, getattr(compiled.jitted, name)(*compiled.inputs_of(packed.leaves))
 
             compiled, stage = call_lending(self._traces, packed.objects, trace)
-            call = functools.partial(self._arguments, token, left_out, named)
+            call = functools.partial(self._arguments, captures.known, token, left_out, named)
             return Stage(stage, call, plan, compiled, self._has_static)
 
         return self._with_plan(make, captures, *bound, captures.now(), True)
@@ -348,6 +348,7 @@ class JitWrapped(Jitted, Generic[P, R]):
 
     def _arguments(
         self,
+        known: Known | None,
         token: object,
         left_out: list[tuple[int, Any]],
         named: dict[str, Any],
@@ -356,7 +357,10 @@ class JitWrapped(Jitted, Generic[P, R]):
     ) -> Arguments:
         """All arguments of a stage: those of a call, and those that it leaves out, by number or by name.
 
-        Captured objects are not among them if they are found at other addresses now: then the stage refuses the call.
+        What was ``known`` of the captured objects when the stage was made, and the ``token``, tell what it is for.
+
+        Raises:
+          ArgumentError: if the function now refers to what it has captured at other addresses.
         """
         if left_out:
             given = list(args)
@@ -366,12 +370,13 @@ class JitWrapped(Jitted, Generic[P, R]):
         kwargs = {**named, **kwargs} if named else kwargs
         captures = self._captures_of(args, kwargs)
         objects, token_now = captures.now()
-        has_literals = isinstance(token, LiteralToken)
-        if has_literals:  # another Variable may have taken the place of one that holds them
+        if isinstance(token, LiteralToken):  # another Variable may have taken the place of one that holds them
             token_now = captures.note_literals(pack(Arguments(args, kwargs, objects)), token_now)
-        if token_now != token and (has_literals or not objects):
-            raise ArgumentError(_OTHER_PLACES)
-        return Arguments(args, kwargs, objects if token_now == token else ())
+        if token_now != token:  # perhaps only since calls with other static arguments have captured other objects
+            if known is None or known.token != token or (found := known.conditions.find()) is None:
+                raise ArgumentError(_OTHER_PLACES)
+            objects = found
+        return Arguments(args, kwargs, objects)
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """All arguments, the bound ones first; static ones are wrapped."""

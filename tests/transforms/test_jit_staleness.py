@@ -1839,19 +1839,39 @@ def test_a_stage_refuses_other_modules_than_it_was_compiled_for():
     np.testing.assert_array_equal(compiled(1.0), jnp.full(2, 1.0))
     held["a"], held["c"] = Layer(3.0), Layer(4.0)
     jitted("b", 1.0)
-    with pytest.raises(ArgumentError, match="structure"):
+    with pytest.raises(ArgumentError, match="refers to other objects"):
         compiled(1.0)
 
 
-def test_a_stage_refuses_a_module_where_there_was_none():
+@pytest.mark.parametrize("is_known", [False, True], ids=["", "known since"])
+def test_a_stage_refuses_a_module_where_there_was_none(is_known):
+    """Whether or not the jitted function has captured it since."""
     held = {"m": None}
-    compiled = nnx.jit(lambda x: use(held["m"], x)).lower(1.0).compile()
+    jitted = nnx.jit(lambda x: use(held["m"], x))
+    compiled = jitted.lower(1.0).compile()
     assert compiled(2.0) == 2.0
     held["m"] = Layer(3.0)
+    if is_known:
+        jitted(2.0)
     with pytest.raises(ArgumentError, match="refers to other objects"):
         compiled(2.0)
     held["m"] = None
     assert compiled(2.0) == 2.0
+
+
+@pytest.mark.parametrize("key", ["a", None])
+def test_a_stage_whose_function_has_captured_more_since(key):
+    """By a call with another static argument: what the stage itself was compiled for is where it was."""
+    held = {"a": Layer(1.0), "b": Layer(2.0)}
+    jitted = nnx.jit(lambda key, x: held[key](x) if key else x + jnp.zeros(2), static_argnums=0)
+    compiled = jitted.lower(key, 1.0).compile()
+    jitted("b", 1.0)
+    np.testing.assert_array_equal(compiled(1.0), jnp.ones(2))
+    held["a"].w *= 3.0
+    np.testing.assert_array_equal(compiled(1.0), jnp.full(2, 3.0 if key else 1.0))
+    held["a"] = None
+    with pytest.raises(ArgumentError, match="refers to other objects"):
+        compiled(1.0)
 
 
 class Teacher:

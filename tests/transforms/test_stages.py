@@ -91,6 +91,15 @@ def test_a_compiled_function_is_called_without_static_arguments(options, args, k
     np.testing.assert_array_equal(bound(*without, **rest), expected)
 
 
+def test_a_stage_of_a_partial_with_a_module_by_name():
+    """The Module is passed at each call, with its present values."""
+    model = Net()
+    compiled = nnx.jit(functools.partial(lambda x, m: m(x), m=model)).lower(X).compile()
+    for _ in range(2):
+        np.testing.assert_array_equal(compiled(X), model(X))
+        nnx.update(model, jax.tree.map(lambda x: 2 * x, nnx.state(model)))
+
+
 def test_a_compiled_function_called_with_another_structure():
     """The error says where the structures differ, what it was compiled for and what it got; nothing is changed."""
     compiled, other = nnx.jit(lambda m, x: m(x)).lower(Net(), X).compile(), Net(3)
