@@ -34,6 +34,7 @@ Reference = Callable[[], Any]  # to a value that a look-up has found before
 
 MAPPINGS = dict, types.MappingProxyType  # the latter is a view of a dict, which may be edited
 MUTABLE_CONTAINERS = list, deque, set, *MAPPINGS
+FIXED_CONTAINERS = tuple, frozenset
 CONSTANTS = jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex, type(None)
 # Code may reach what is in these without naming it.
 _TRANSPARENT = (
@@ -135,16 +136,22 @@ def is_constant_type(kind: type) -> bool:
     return issubclass(kind, CONSTANTS)
 
 
-def are_constants(values: list[Any]) -> bool:
-    """Whether all values are constants, or tuples of constants.
+def is_fixed(kind: type) -> bool:
+    """Whether values of this type are containers whose members never change: tuples, named ones too, and frozensets."""
+    return issubclass(kind, FIXED_CONTAINERS) and not kind.__dictoffset__
+
+
+def are_constants(values: Iterable[Any]) -> bool:
+    """Whether all values are constants, or tuples or frozensets of constants.
 
     It calls no Python function for each: a history of ten thousand losses is looked through whenever one is added.
     """
+    values = [*values]
     kinds = {*map(type, values)}
-    while tuple in kinds:
-        tuples = {id(x): x for x in values if type(x) is tuple}  # each once: a tuple may hold another many times
-        values = [*itertools.chain.from_iterable(tuples.values())]
-        kinds = {*kinds - {tuple}, *map(type, values)}
+    while fixed := {*filter(is_fixed, kinds)}:
+        held = {id(x): x for x in values if type(x) in fixed}  # each once: a tuple may hold another many times
+        values = [*itertools.chain.from_iterable(held.values())]
+        kinds = {*kinds - fixed, *map(type, values)}
     return all(map(is_constant_type, kinds))
 
 

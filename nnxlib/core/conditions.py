@@ -6,11 +6,12 @@ The objects that the function captures, the *roots*, must be where they were. So
 The numbers, texts and arrays that a function refers to are constants of the compiled function, as in JAX: it is not
 traced again when one of them changes. But where there was a number, or None, there may be a Module later, and then the
 function has to be traced again. So each call compares the *types* of what is at all places that the function may look
-at. All constants count as one type, and tuples of constants that are added to a container count as constants:
+at. All constants count as one type, and so do tuples of constants; any other tuple has to be the same one.
 
 - The members of a container, and the attributes of a plain object, are compared all at once (:class:`Members`); for a
   dict also their order, if its keys are simple: text, integers, or tuples of these.
-- What stands alone, in a closure, in globals or in a class, is an :class:`End`, and is looked up.
+- What stands alone, in a closure, in globals or in a class, is an :class:`End`, and is looked up. So is each tuple,
+  wherever it is, since its type says nothing of what is in it.
 
 The functions, containers and objects on the chains to these places must be the same as before.
 
@@ -23,7 +24,7 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, ValuesView
 from typing import Any
 
 from .annotations import NamedTuple
@@ -35,6 +36,7 @@ from .chains import (
     are_constants,
     are_simple,
     is_constant_type,
+    is_fixed,
     same_attributes,
 )
 from .graphdef import GraphDef
@@ -91,7 +93,7 @@ class Conditions:
         steps += [step for x in objects for step in same_attributes(x, known)]
         ends = [chain for chain in alone if not chain.look_up.refers_to(functions)]
         self.steps = [step for step in steps if not step.look_up.refers_to(functions)]
-        self.ends = [End(chain.look_up, types.CellType(type(chain.value))) for chain in ends]
+        self.ends = [End(chain.look_up, types.CellType(_mark(chain.value))) for chain in ends]
         self.members = [Members(container) for _, container in containers if container is not _FIXED]
 
     def __bool__(self) -> bool:
@@ -117,55 +119,75 @@ class End(NamedTuple):
     """A place that stands alone."""
 
     look_up: LookUp
-    kind: types.CellType  # which holds the type of what is there
+    mark: types.CellType  # which holds the type of what is there; a tuple itself
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the mark is a tuple."""
+        return is_fixed(type(self.mark.cell_contents))
 
     def accepts(self, x: Any) -> bool:
-        """Whether this is a constant in the place of another; then its type is noted."""
-        accepted = is_constant_type(type(x)) and is_constant_type(self.kind.cell_contents)
+        """Whether this is a constant, or a tuple of constants, in the place of another; then it is noted."""
+        before = self.mark.cell_contents
+        accepted = are_constants([x]) and (are_constants([before]) if self.is_fixed else is_constant_type(before))
         if accepted:
-            self.kind.cell_contents = type(x)
+            self.mark.cell_contents = _mark(x)
         return accepted
+
+
+def _mark(x: Any) -> Any:
+    """What is compared of a value: of a tuple that it is the same one, of all others the type."""
+    return x if is_fixed(type(x)) else type(x)
 
 
 class Members:
     """The types of the members of a container, or of the attributes of an object, to which it does not refer itself.
 
-    They must stay as they are, and in a dict also the keys and their order, except that constants may come and go.
+    They must stay as they are, and in a dict also the keys and their order, except that constants may come and go. For
+    each tuple that is there at first there is an :class:`End`; others are compared here.
     """
 
-    __slots__ = ("_container", "_count", "_others", "held", "is_mapping", "keyed", "keys", "types")
+    __slots__ = ("_at_first", "_container", "_count", "_others", "held", "is_mapping", "keyed", "keys", "types")
 
     held: Collection[Any]  # the members; empty if there are so many that only their number is compared
-    types: list[type] | None  # of the members; None if there are so many
+    types: (
+        list[type] | None
+    )  # of the members; None if there are so many; empty if :meth:`are_as_before` has to be asked
     keyed: Collection[Any]  # the container, if it is a dict with simple keys; empty if not
     keys: list[Any]  # in their order
 
     def __init__(self, container: Any):
         self._container, self.is_mapping = container, isinstance(container, MAPPINGS)
+        self._at_first = set() if _is_long(container) else self._places_of_tuples()
         self._note(self._others_now())
 
     def _note(self, others: list[Any]) -> None:
         held = self._container
         self._others, self._count = others, len(held)
-        if self._count > _MOST_MEMBERS:
+        if _is_long(held):
             self.held, self.types = (), None
         else:
             self.held = held.values() if self.is_mapping else held
-            self.types = [*map(type, self.held)]
+            self.types = [*map(type, self.held)] if self._places_of_tuples() <= self._at_first else []
         keys = [*held] if self.is_mapping and self.types is not None else []
         self.keyed, self.keys = (held, keys) if are_simple(keys) and keys else ((), [])
 
-    def _others_now(self) -> list[Any]:
-        """The types of the members that are neither constants nor left over by a trace; with their keys, if simple."""
+    def _places_of_tuples(self) -> set[Any]:
+        """The indices or keys of the members that are tuples; those of an object are numbered."""
         held = self._container
-        if are_constants([*held, *held.values()] if self.is_mapping else [*held]):
+        return {place for place, x in (held.items() if self.is_mapping else enumerate(held)) if is_fixed(type(x))}
+
+    def _others_now(self) -> list[Any]:
+        """The marks of the members that are neither constants nor left over by a trace; with their keys, if simple."""
+        held = self._container
+        if are_constants([*held, *held.values()] if self.is_mapping else held):
             return []
         if not self.is_mapping:
-            return [type(x) for x in held if _is_other(x)]
+            return [_Mark(x) for x in held if _is_other(x)]
         keys = [*held]
         if are_simple(keys):
-            return [(key, type(x)) for key, x in held.items() if _is_other(x)]
-        return [type(x) for x in (*keys, *held.values()) if _is_other(x)]
+            return [(key, _Mark(x)) for key, x in held.items() if _is_other(x)]
+        return [_Mark(x) for x in (*keys, *held.values()) if _is_other(x)]
 
     def are_as_before(self) -> bool:
         """Whether only constants have come or gone; to be asked if ``types`` are not those of ``held`` any more."""
@@ -176,6 +198,21 @@ class Members:
             return False
         self._note(others)
         return True
+
+
+class _Mark:
+    """The mark of a value, equal to another if both are the same."""
+
+    def __init__(self, x: Any):
+        self._mark = _mark(x)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Mark) and self._mark is other._mark
+
+
+def _is_long(x: Any) -> bool:
+    """Whether this is a container with so many members that only their number is compared."""
+    return issubclass(type(x), (*MUTABLE_CONTAINERS, ValuesView)) and len(x) > _MOST_MEMBERS
 
 
 def _is_other(x: Any) -> bool:
@@ -213,7 +250,7 @@ def _is_alone(chain: Chain) -> bool:
         return True
     if kind is attribute:
         return not isinstance(holder, types.FunctionType)  # its defaults
-    return not _compared_in(holder)
+    return not _compared_in(holder) or (is_fixed(type(chain.value)) and not _is_long(holder))
 
 
 def _finds(look_up: LookUp, kind: type) -> bool:

@@ -27,7 +27,7 @@ from typing import Any
 from . import look_ups
 from .annotations import NamedTuple
 from .calls import is_observed
-from .chains import CONSTANTS, OVER_ALL, Chain, is_constant_type
+from .chains import CONSTANTS, OVER_ALL, Chain, is_constant_type, is_fixed
 from .closures import RunningCode, is_lent_elsewhere
 from .identity import Identified
 from .look_ups import BY_SYNTAX, LookUp, is_of_library
@@ -46,7 +46,7 @@ class Reached(NamedTuple):
     """What can be reached from a function."""
 
     chains: list[Chain]  # the shortest one to each value, then all others to Modules and Variables
-    ends: list[Chain]  # all chains to constants
+    ends: list[Chain]  # all chains to constants, and to tuples
     names: set[str]  # in the code of functions among the values
     alternatives: Sequence[Chain] = ()  # other chains to values, such as containers, through which objects are reached
 
@@ -128,7 +128,7 @@ class _Search:
         self.unnamed = list[Chain]()  # to objects whose methods the syntax of Python calls, yet to be searched
         self.visited_code = set[int]()  # of functions, by id
         self.elsewhere = deque[Chain]()  # to functions of other files
-        # The first chain to each value, by its id; further ones to Modules and Variables; all to constants.
+        # The first chain to each value, by its id; further ones to Modules and Variables; all to constants and tuples.
         self.found, self.others, self.ends = dict[int, Chain](), list[Chain](), list[Chain]()
         self.alternatives = dict[Hashable, Chain]()  # by place: chains to values that were found on another chain
 
@@ -189,7 +189,8 @@ class _Search:
 
     def visit(self, chain: Chain) -> None:
         value = chain.value
-        if is_constant_type(type(value)) and not _is_kept_by_library(chain):
+        kind = type(value)
+        if (is_constant_type(kind) or is_fixed(kind)) and not _is_kept_by_library(chain):
             self.ends.append(chain)
         if id(value) in self.found:
             if issubclass(type(value), Identified):  # isinstance would ask a proxy, perhaps to what is gone

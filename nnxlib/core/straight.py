@@ -50,7 +50,8 @@ def straight_line(
     kind_of, each = code.held(type), code.held(map)
     for end in ends:
         found = code.found_by(end.look_up)
-        code.terms.append(f"({kind_of}({found}) is {code.name(end.kind)} or {code.held(end.accepts)}({found}))")
+        mark = found if end.is_fixed else f"{kind_of}({found})"
+        code.terms.append(f"({mark} is {code.name(end.mark)} or {code.held(end.accepts)}({found}))")
     for x in members:
         held = code.held(x)
         keys = f" and [*{held}.keyed] == {held}.keys" if x.is_mapping else ""

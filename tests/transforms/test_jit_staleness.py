@@ -19,6 +19,7 @@ import sys
 import threading
 import types
 import weakref
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -1174,11 +1175,54 @@ def use_global(x):
     return use(GLOBAL_LAYER, x)
 
 
+PAIR: tuple = (None, 1)
+
+
+class WithRate(NamedTuple):
+    model: Any
+    rate: float = 0.5
+
+
+def no_tuple_yet():
+    """Places with a tuple, or frozenset, without a Module, where one with a Module comes."""
+    cell: tuple = (None, "text")
+    plain, listed, keyed = PlainTrainer(), [(0.5, None)], {"m": (None,), "n": 1}
+
+    def to_cell(m):
+        nonlocal cell
+        cell = (m, "text")
+
+    def to_first(m):
+        PlainTrainer.best = None if m is None else (m, m)  # type: ignore[assignment]
+
+    def all_of(held, x):
+        return sum((m(x) for m in held if m is not None), x)
+
+    return {
+        "tuple in a closure": (lambda x: use(cell[0], x), to_cell),
+        "tuple in globals": (lambda x: use(PAIR[0], x), lambda m: globals().update(PAIR=(m, 1))),
+        "tuple in a tuple": (
+            lambda x: use(PAIR[0] and PAIR[0][0], x),
+            lambda m: globals().update(PAIR=((m, (2,)), 1)),
+        ),
+        "named tuple": (lambda x: use(plain.model.model, x), lambda m: setattr(plain, "model", WithRate(m))),
+        "tuple with a function": (
+            lambda x: use(plain.models[0], x),
+            lambda m: setattr(plain, "models", (m, jax.nn.relu)),
+        ),
+        "empty tuple": (lambda x: all_of(plain.models, x), lambda m: setattr(plain, "models", (m,) if m else ())),
+        "frozenset": (lambda x: all_of(plain.models, x), lambda m: setattr(plain, "models", frozenset([m]))),
+        "tuple in a list": (lambda x: use(listed[0][1], x), lambda m: listed.__setitem__(0, (0.5, m))),
+        "tuple in a dict": (lambda x: use(keyed["m"][0], x), lambda m: keyed.update(m=(m,))),
+        "tuple for None in a class": (lambda x: all_of(PlainTrainer.best or (), x), to_first),
+    }
+
+
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another Module"])
-@pytest.mark.parametrize("place", nothing_yet())
+@pytest.mark.parametrize("place", [*nothing_yet(), *no_tuple_yet()])
 def test_a_module_that_comes_where_there_was_none(place, beside):
     """It is used at the next call, as in plain Python, and so are its new weights, until it goes again."""
-    f, put = nothing_yet()[place]
+    f, put = {**nothing_yet(), **no_tuple_yet()}[place]
     other = Layer(10.0)
     g = (lambda x: f(x) + other(x)) if beside else f
     jitted = nnx.jit(g)
@@ -1190,6 +1234,49 @@ def test_a_module_that_comes_where_there_was_none(place, beside):
             first.w.value = jnp.full(2, value)
             np.testing.assert_array_equal(jitted(1.0), g(1.0))
     put(None)
+
+
+@pytest.mark.parametrize("kind", [list, collections.deque, dict])
+def test_a_tuple_that_was_added_later_is_replaced(kind):
+    """A container that grows by tuples of numbers needs no new trace; one with a Module in the place of any does."""
+    held: Any = kind({0: (0.5, None)} if kind is dict else [(0.5, None)])
+    traces = []
+
+    def f(x):
+        traces.append(None)
+        return sum((m(x) for _, m in (held.values() if kind is dict else held) if m is not None), x)
+
+    def put(k, x):
+        if kind is dict or k < len(held):
+            held[k] = x
+        else:
+            held.append(x)
+
+    jitted = nnx.jit(f)
+    for k in range(4):
+        put(k, (0.25, None))
+        assert jitted(1.0) == 1.0
+    assert len(traces) == 1
+    for k in (3, 0):
+        put(k, (0.5, Layer(3.0)))
+        np.testing.assert_array_equal(jitted(1.0), f(1.0))
+        put(k, (0.5, None))
+        assert jitted(1.0) == 1.0
+
+
+def test_another_tuple_of_constants_is_no_new_trace():
+    """A tuple of numbers is a constant, as a number is."""
+    pair: Any = (2.0, (1, "text"))
+    traces = []
+
+    @nnx.jit
+    def f(x):
+        traces.append(None)
+        return x * pair[0]
+
+    for pair in ((2.0, (1, "text")), (3.0, ()), 1.0, (jnp.ones(()), np.float32(1.0))):  # noqa: B007
+        assert f(1.0) == 2.0
+    assert len(traces) == 1
 
 
 def test_a_variable_that_comes_where_there_was_a_number():
