@@ -61,6 +61,12 @@ class Chain(NamedTuple):
     look_up: LookUp
     before: Chain | None  # None for the function itself
 
+    def further(self, look_up: LookUp) -> Chain:
+        """The chain that goes on with a look-up in its value."""
+        if look_up.kind is look_ups.item and look_up.holder is self.value and issubclass(type(self.value), tuple):
+            look_up = LookUp(look_ups.in_tuple, self.look_up, look_up.key)
+        return Chain(look_up.found(), look_up, self)
+
     def back(self) -> Iterator[tuple[Chain, Any]]:
         """(the chain up to a look-up, the holder in which this is made) for each look-up, the last first."""
         chain = self
@@ -77,7 +83,8 @@ class Chain(NamedTuple):
             if id(chain) in known:
                 return
             known.add(id(chain))
-            yield Step(chain.look_up, _reference(chain.value))
+            if not issubclass(type(chain.value), tuple):  # its members are looked up through it
+                yield Step(chain.look_up, _reference(chain.value))
             if isinstance(holder, MUTABLE_CONTAINERS) and id(holder) not in known:
                 known.add(id(holder))
                 yield Step(LookUp(look_ups.has_length, holder, len(holder)), lambda: True)

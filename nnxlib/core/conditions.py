@@ -6,7 +6,7 @@ The objects that the function captures, the *roots*, must be where they were. So
 The numbers, texts and arrays that a function refers to are constants of the compiled function, as in JAX: it is not
 traced again when one of them changes. But where there was a number, or None, there may be a Module later, and then the
 function has to be traced again. So each call compares the *types* of what is at all places that the function may look
-at. All constants count as one type, and so do tuples of constants; any other tuple has to be the same one.
+at. All constants count as one type, and so do tuples of constants; any other tuple must have the same members.
 
 - The members of a container, and the attributes of a plain object, are compared all at once (:class:`Members`); for a
   dict also their order, if its keys are simple: text, integers, or tuples of these.
@@ -119,25 +119,43 @@ class End(NamedTuple):
     """A place that stands alone."""
 
     look_up: LookUp
-    mark: types.CellType  # which holds the type of what is there; a tuple itself
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether the mark is a tuple."""
-        return is_fixed(type(self.mark.cell_contents))
+    mark: types.CellType  # which holds the mark of what is there, see :func:`_mark`
 
     def accepts(self, x: Any) -> bool:
-        """Whether this is a constant, or a tuple of constants, in the place of another; then it is noted."""
-        before = self.mark.cell_contents
-        accepted = are_constants([x]) and (are_constants([before]) if self.is_fixed else is_constant_type(before))
+        """Whether this is the same tuple, or a constant in the place of another; then that is noted."""
+        before, mark = self.mark.cell_contents, _mark(x)
+        if type(before) is list:
+            return _are_same(before, mark)
+        accepted = are_constants([x]) and (not isinstance(before, type) or is_constant_type(before))
         if accepted:
-            self.mark.cell_contents = _mark(x)
+            self.mark.cell_contents = mark
         return accepted
 
 
 def _mark(x: Any) -> Any:
-    """What is compared of a value: of a tuple that it is the same one, of all others the type."""
-    return x if is_fixed(type(x)) else type(x)
+    """What is compared of a value: its type. A tuple of constants is compared itself, and another by its members.
+
+    The mark of such a tuple is a list, which does not keep alive the models in it.
+    """
+    if not is_fixed(type(x)):
+        return type(x)
+    return x if are_constants([x]) else [type(x), *map(_mark_in_tuple, x)]
+
+
+def _mark_in_tuple(x: Any) -> Any:
+    if is_fixed(type(x)):
+        return [type(x), *map(_mark_in_tuple, x)]
+    try:
+        return type(x) if is_constant_type(type(x)) else weakref.ref(x)  # the same reference for the same object
+    except TypeError:  # a list, say
+        return x
+
+
+def _are_same(mark: Any, other: Any) -> bool:
+    """Whether two marks are the same."""
+    if type(mark) is not list or type(other) is not list:
+        return mark is other
+    return len(mark) == len(other) and all(map(_are_same, mark, other))
 
 
 class Members:
@@ -207,7 +225,7 @@ class _Mark:
         self._mark = _mark(x)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Mark) and self._mark is other._mark
+        return isinstance(other, _Mark) and _are_same(self._mark, other._mark)
 
 
 def _is_long(x: Any) -> bool:

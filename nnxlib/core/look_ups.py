@@ -64,7 +64,7 @@ class LookUp(NamedTuple):
     @property
     def address(self) -> Hashable:
         """What is looked up, regardless of the holder: the same attribute of two objects has the same address."""
-        if self.kind is inside:
+        if self.kind in WITHIN:
             return self.holder.address, self.key
         if self.kind is in_class:
             return self.kind, weak_key(self.holder), self.key
@@ -75,6 +75,8 @@ class LookUp(NamedTuple):
 
     def refers_to(self, functions: Collection[Any]) -> bool:
         """Whether it keeps one of these functions alive, or the attributes of one."""
+        if self.kind in WITHIN:
+            return self.holder.refers_to(functions)
         return any(x is f or x is f.__dict__ for f in functions for x in (self.holder, self.key))
 
 
@@ -123,6 +125,11 @@ def inside(module: LookUp, name: str) -> Any:
     return getattr(module.find(), "__dict__", {}).get(name)
 
 
+def in_tuple(found: LookUp, index: int) -> Any:
+    """A member of a tuple that is found by another look-up; to refer to the tuple would keep alive what is in it."""
+    return found.find()[index]
+
+
 def in_context(variable: contextvars.ContextVar, key: None) -> Any:
     return variable.get()
 
@@ -147,6 +154,7 @@ def itself(x: Any, key: None) -> Any:
 
 
 BY_NAME = attribute, entry, absent, own, in_class, inside  # kinds whose key is, as a rule, a name in code
+WITHIN = inside, in_tuple  # kinds whose holder is another look-up
 
 
 def weak_key(key: Any) -> Any:

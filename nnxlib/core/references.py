@@ -226,13 +226,13 @@ class _Search:
         with contextlib.suppress(Exception):  # a weak proxy to what is gone, or an unusual error of a __getattr__
             for look_up in itertools.islice(further, self.look_ups_left):
                 self.look_ups_left -= 1
-                self.queue.append(Chain(look_up.found(), look_up, chain))
+                self.queue.append(chain.further(look_up))
 
 
 def _place(look_up: LookUp) -> Hashable:
     """A key that is equal for two look-ups of the same key in the same holder."""
     kind, holder, key = look_up
-    return kind, holder.address if kind is look_ups.inside else id(holder), key
+    return kind, holder.address if kind in look_ups.WITHIN else id(holder), key
 
 
 def is_left_over(x: Any) -> bool:

@@ -31,6 +31,7 @@ from .look_ups import (
     in_class,
     in_closure,
     in_context,
+    in_tuple,
     inside,
     item,
     own,
@@ -49,9 +50,9 @@ def straight_line(
     code.terms += [code.finds_same(*step) for step in steps]
     kind_of, each = code.held(type), code.held(map)
     for end in ends:
-        found = code.found_by(end.look_up)
-        mark = found if end.is_fixed else f"{kind_of}({found})"
-        code.terms.append(f"({mark} is {code.name(end.mark)} or {code.held(end.accepts)}({found}))")
+        found, mark = code.found_by(end.look_up), end.mark.cell_contents
+        same = f"{kind_of}({found})" if isinstance(mark, type) else found
+        code.terms.append(f"({same} is {code.name(end.mark)} or {code.held(end.accepts)}({found}))")
     for x in members:
         held = code.held(x)
         keys = f" and [*{held}.keyed] == {held}.keys" if x.is_mapping else ""
@@ -98,6 +99,8 @@ class _Code:
             return self.name(holder)
         if kind is inside:
             return f"{self.found_by(holder)}.__dict__[{key!r}]"
+        if kind is in_tuple:
+            return f"{self.found_by(holder)}[{key}]"
         if kind in _SOURCES:
             return _SOURCES[kind].format(self.held(holder), key)
         if kind is attribute and _is_plain(key) and hasattr(holder, key):  # not if it is in a slot that is not set

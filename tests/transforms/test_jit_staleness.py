@@ -1264,6 +1264,33 @@ def test_a_tuple_that_was_added_later_is_replaced(kind):
         assert jitted(1.0) == 1.0
 
 
+@pytest.mark.parametrize("use_of", ["model", "number"])
+@pytest.mark.parametrize("place", ["global", "attribute", "list", "dict", "tuple"])
+def test_a_model_in_a_tuple_is_freed_at_once(place, use_of):
+    """A tuple allows no weak reference, so a jitted function refers to none with a model in it."""
+    plain, listed, keyed = PlainTrainer(), [None], {"m": None}
+
+    def put(pair):
+        globals().update(PAIR=(0.5, pair))
+        plain.model = listed[0] = keyed["m"] = pair
+
+    pair_at = {
+        "global": lambda: PAIR[1],
+        "attribute": lambda: plain.model,
+        "list": lambda: listed[0],
+        "dict": lambda: keyed["m"],
+        "tuple": lambda: PAIR[-1],
+    }[place]
+    model = Layer(3.0)
+    put((model, 2.0))
+    jitted = nnx.jit(lambda x: pair_at()[0](x) if use_of == "model" else pair_at()[1] * x)
+    for _ in range(3):
+        jitted(1.0)
+    reference, model = weakref.ref(model), None  # type: ignore[assignment]
+    put(None)
+    assert reference() is None
+
+
 def test_another_tuple_of_constants_is_no_new_trace():
     """A tuple of numbers is a constant, as a number is."""
     pair: Any = (2.0, (1, "text"))
