@@ -16,26 +16,21 @@ Three questions are asked of a chain (what for is in docs/how_it_works.md, "Clos
 from __future__ import annotations
 
 import functools
-import itertools
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any
 
-import jax
-import numpy as np
-
 from . import look_ups
 from .annotations import NamedTuple
 from .look_ups import BY_NAME, BY_SYNTAX, LookUp, weak_key
+from .marks import are_constants
 
 Reference = Callable[[], Any]  # to a value that a look-up has found before
 
 MAPPINGS = dict, types.MappingProxyType  # the latter is a view of a dict, which may be edited
 MUTABLE_CONTAINERS = list, deque, set, *MAPPINGS
-FIXED_CONTAINERS = tuple, frozenset
-CONSTANTS = jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex, type(None)
 # Code may reach what is in these without naming it.
 _TRANSPARENT = (
     dict, types.MappingProxyType, types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod
@@ -136,30 +131,6 @@ class Chain(NamedTuple):
 def _is_by_name(look_up: LookUp, holder: Any) -> bool:
     """Whether code that makes a look-up in this holder has to name its key."""
     return look_up.kind in BY_NAME and not issubclass(type(holder), _TRANSPARENT) and look_up.key not in _WRAPPED
-
-
-def is_constant_type(kind: type) -> bool:
-    """Whether values of this type are constants of a compiled function, as in JAX: numbers, text, arrays and None."""
-    return issubclass(kind, CONSTANTS)
-
-
-def is_fixed(kind: type) -> bool:
-    """Whether values of this type are containers whose members never change: tuples, named ones too, and frozensets."""
-    return issubclass(kind, FIXED_CONTAINERS) and not kind.__dictoffset__
-
-
-def are_constants(values: Iterable[Any]) -> bool:
-    """Whether all values are constants, or tuples or frozensets of constants.
-
-    It calls no Python function for each: a history of ten thousand losses is looked through whenever one is added.
-    """
-    values = [*values]
-    kinds = {*map(type, values)}
-    while fixed := {*filter(is_fixed, kinds)}:
-        held = {id(x): x for x in values if type(x) in fixed}  # each once: a tuple may hold another many times
-        values = [*itertools.chain.from_iterable(held.values())]
-        kinds = {*kinds - fixed, *map(type, values)}
-    return all(map(is_constant_type, kinds))
 
 
 def _shape(container: Any) -> Hashable:

@@ -28,20 +28,11 @@ from collections.abc import Callable, Collection, Iterable, ValuesView
 from typing import Any
 
 from .annotations import NamedTuple
-from .chains import (
-    MAPPINGS,
-    MUTABLE_CONTAINERS,
-    Chain,
-    Step,
-    are_constants,
-    are_simple,
-    is_constant_type,
-    is_fixed,
-    same_attributes,
-)
+from .chains import MAPPINGS, MUTABLE_CONTAINERS, Chain, Step, are_simple, same_attributes
 from .graphdef import GraphDef
 from .identity import Identified
 from .look_ups import LookUp, attribute, in_class, in_context, is_of_library, referent
+from .marks import TupleMark, are_constants, are_same, is_constant_type, is_fixed, mark_of
 from .references import Reached, is_left_over
 from .static import dict_of
 from .straight import straight_line
@@ -93,7 +84,7 @@ class Conditions:
         steps += [step for x in objects for step in same_attributes(x, known)]
         ends = [chain for chain in alone if not chain.look_up.refers_to(functions)]
         self.steps = [step for step in steps if not step.look_up.refers_to(functions)]
-        self.ends = [End(chain.look_up, types.CellType(_mark(chain.value))) for chain in ends]
+        self.ends = [End(chain.look_up, types.CellType(mark_of(chain.value))) for chain in ends]
         self.members = [Members(container) for _, container in containers if container is not _FIXED]
 
     def __bool__(self) -> bool:
@@ -119,43 +110,17 @@ class End(NamedTuple):
     """A place that stands alone."""
 
     look_up: LookUp
-    mark: types.CellType  # which holds the mark of what is there, see :func:`_mark`
+    mark: types.CellType  # which holds the mark of what is there
 
     def accepts(self, x: Any) -> bool:
         """Whether this is the same tuple, or a constant in the place of another; then that is noted."""
-        before, mark = self.mark.cell_contents, _mark(x)
-        if type(before) is list:
-            return _are_same(before, mark)
+        before, mark = self.mark.cell_contents, mark_of(x)
+        if type(before) is TupleMark:
+            return are_same(before, mark)
         accepted = are_constants([x]) and (not isinstance(before, type) or is_constant_type(before))
         if accepted:
             self.mark.cell_contents = mark
         return accepted
-
-
-def _mark(x: Any) -> Any:
-    """What is compared of a value: its type. A tuple of constants is compared itself, and another by its members.
-
-    The mark of such a tuple is a list, which does not keep alive the models in it.
-    """
-    if not is_fixed(type(x)):
-        return type(x)
-    return x if are_constants([x]) else [type(x), *map(_mark_in_tuple, x)]
-
-
-def _mark_in_tuple(x: Any) -> Any:
-    if is_fixed(type(x)):
-        return [type(x), *map(_mark_in_tuple, x)]
-    try:
-        return type(x) if is_constant_type(type(x)) else weakref.ref(x)  # the same reference for the same object
-    except TypeError:  # a list, say
-        return x
-
-
-def _are_same(mark: Any, other: Any) -> bool:
-    """Whether two marks are the same."""
-    if type(mark) is not list or type(other) is not list:
-        return mark is other
-    return len(mark) == len(other) and all(map(_are_same, mark, other))
 
 
 class Members:
@@ -168,9 +133,7 @@ class Members:
     __slots__ = ("_at_first", "_container", "_count", "_others", "held", "is_mapping", "keyed", "keys", "types")
 
     held: Collection[Any]  # the members; empty if there are so many that only their number is compared
-    types: (
-        list[type] | None
-    )  # of the members; None if there are so many; empty if :meth:`are_as_before` has to be asked
+    types: list[type] | None  # of the members; None if there are so many; empty if only `are_as_before` can tell
     keyed: Collection[Any]  # the container, if it is a dict with simple keys; empty if not
     keys: list[Any]  # in their order
 
@@ -222,10 +185,10 @@ class _Mark:
     """The mark of a value, equal to another if both are the same."""
 
     def __init__(self, x: Any):
-        self._mark = _mark(x)
+        self._mark = mark_of(x)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Mark) and _are_same(self._mark, other._mark)
+        return isinstance(other, _Mark) and are_same(self._mark, other._mark)
 
 
 def _is_long(x: Any) -> bool:

@@ -27,10 +27,11 @@ from typing import Any
 from . import look_ups
 from .annotations import NamedTuple
 from .calls import is_observed
-from .chains import CONSTANTS, OVER_ALL, Chain, is_constant_type, is_fixed
+from .chains import OVER_ALL, Chain
 from .closures import RunningCode, is_lent_elsewhere
 from .identity import Identified
 from .look_ups import BY_SYNTAX, LookUp, is_of_library
+from .marks import CONSTANTS, is_constant_type, is_fixed
 from .objects import Node
 from .tracing import current_trace
 

@@ -39,7 +39,7 @@ class Stamp:
         self.valid = self.edition
 
     def __del__(self) -> None:
-        """Be invalid, in case that a destructor hands out again what is garbage: it has lost its references to this."""
+        """Be invalid, in case a destructor hands out again what is garbage, which has lost its references to this."""
         self.changed, self.valid = [gone], False
 
     def add_check(self, check: Callable[[], bool]) -> None:

@@ -37,6 +37,7 @@ from .look_ups import (
     own,
     referent,
 )
+from .marks import TupleMark
 
 
 def straight_line(
@@ -52,7 +53,8 @@ def straight_line(
     for end in ends:
         found, mark = code.found_by(end.look_up), end.mark.cell_contents
         same = f"{kind_of}({found})" if isinstance(mark, type) else found
-        code.terms.append(f"({same} is {code.name(end.mark)} or {code.held(end.accepts)}({found}))")
+        has_mark = code.has_mark(found, mark) if type(mark) is TupleMark else f"{same} is {code.name(end.mark)}"
+        code.terms.append(f"({has_mark} or {code.held(end.accepts)}({found}))")
     for x in members:
         held = code.held(x)
         keys = f" and [*{held}.keyed] == {held}.keys" if x.is_mapping else ""
@@ -90,6 +92,19 @@ class _Code:
             self._roots.append(f"{_PREFIX}root_{len(self._roots)}")
             found = f"({self._roots[-1]} := {found})"
         same = f"{self.held(before)}()" if isinstance(before, ReferenceType) else self.held(before())
+        return f"{same} is {found} is not None"
+
+    def has_mark(self, found: str, mark: Any) -> str:
+        """An expression for whether a value in a tuple has its mark; False for a frozenset, which has no order."""
+        if type(mark) is TupleMark:
+            if issubclass(mark.kind, frozenset):
+                return "False"
+            terms = [f"{self.has_mark(found, mark.kind)}", f"{self.held(len)}({found}) == {len(mark.members)}"]
+            terms += [self.has_mark(f"{found}[{k}]", member) for k, member in enumerate(mark.members)]
+            return f"({' and '.join(terms)})"
+        if isinstance(mark, type):
+            return f"{self.held(type)}({found}) is {self.held(mark)}"
+        same = f"{self.held(mark)}()" if isinstance(mark, ReferenceType) else self.held(mark)
         return f"{same} is {found} is not None"
 
     def found_by(self, look_up: LookUp) -> str:

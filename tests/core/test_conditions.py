@@ -7,6 +7,7 @@ import sys
 import types
 import weakref
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -244,6 +245,24 @@ def test_a_history_that_grows_calls_no_python_for_each_of_its_members(kind, loss
         calls.append(count.count("call"))
     # in Python 3.11 a comprehension is a call; the keys of a dict are not looked at if all are constants
     assert calls[0] == calls[1] < 30
+
+
+@pytest.mark.parametrize(
+    "held",
+    [(1, "text"), (jax.nn.relu, 2), ((jax.nn.relu, [1]), (None, max))],
+    ids=["constants", "with a function", "nested"],
+)
+def test_a_tuple_that_stays_is_compared_without_a_call_of_python(held):
+    """Also one whose members are no constants: by the code of :mod:`nnxlib.core.straight` itself."""
+    conditions = Conditions(search(lambda: held))
+    assert conditions.find() == ()
+    calls = []
+    sys.setprofile(lambda frame, event, arg: calls.append(event))
+    try:
+        conditions.find()
+    finally:
+        sys.setprofile(None)
+    assert calls.count("call") == 2  # `find` and the code itself
 
 
 def test_a_module_in_a_tuple_that_is_added_is_seen():

@@ -1210,6 +1210,10 @@ def no_tuple_yet():
             lambda x: use(plain.models[0], x),
             lambda m: setattr(plain, "models", (m, jax.nn.relu)),
         ),
+        "tuple with a list": (
+            lambda x: all_of(plain.models[1], x),
+            lambda m: setattr(plain, "models", (jax.nn.relu, [m] if m else [])),
+        ),
         "empty tuple": (lambda x: all_of(plain.models, x), lambda m: setattr(plain, "models", (m,) if m else ())),
         "frozenset": (lambda x: all_of(plain.models, x), lambda m: setattr(plain, "models", frozenset([m]))),
         "tuple in a list": (lambda x: use(listed[0][1], x), lambda m: listed.__setitem__(0, (0.5, m))),
