@@ -155,6 +155,12 @@ def zeros_of(type_: Any) -> jax.Array:
     return ad.zeros_like_aval(type_)
 
 
+def slice_type(x: Any, axis: int) -> AbstractValue:
+    """The type of a slice of an array along an axis, as a loop over it sees one: with its sharding and weak type."""
+    type_ = jax.typeof(x)
+    return _core.mapped_aval(type_.shape[axis], axis % type_.ndim, type_)
+
+
 def varying_axes(type_: Any) -> frozenset[str]:
     """The axes of a ``shard_map`` over which arrays of a type from ``jax.typeof`` vary."""
     return type_.vma if hasattr(type_, "vma") else type_.manual_axis_type.varying

@@ -31,6 +31,7 @@ from ..core.missing import MISSING
 from ..core.packing import pack_live
 from ..core.recordings import give_on, recorded_anew, with_carrier
 from ..core.rows import ROOT, BoundMethod, Spec, Tree, children, same_treedef
+from ..core.tracing import slice_type
 from ..core.variables import RngCount
 from . import body_checks
 from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks, stack_axes, strip_axes
@@ -437,15 +438,7 @@ jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto, ...))."""
 def _slice_type(leaf: Any, label: Any) -> Any:
     if not _is_axis(label):
         return leaf
-
-    def one(x: Any) -> jax.ShapeDtypeStruct:
-        if not jax.typeof(x).sharding.mesh.empty:  # an axis of a mesh may be part of its type
-            return jax.eval_shape(lambda x: jax.lax.index_in_dim(x, 0, label, keepdims=False), x)
-        shape = list(jnp.shape(x))
-        del shape[label]
-        return jax.ShapeDtypeStruct(tuple(shape), jnp.result_type(x))
-
-    return jax.tree.map(one, leaf)
+    return jax.tree.map(lambda x: slice_type(x, label), leaf)
 
 
 def _length(packed: Packed, labels: Sequence[Any], length: int | None) -> int:

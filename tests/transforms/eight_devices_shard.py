@@ -307,6 +307,13 @@ def test_a_loop_over_what_differs_between_devices():
     np.testing.assert_allclose(run(CELL, h, ROWS), states(CELL, h, ROWS), atol=1e-6)
 
 
+def test_a_loop_over_what_differs_along_one_axis_where_the_other_is_automatic():
+    """A slice differs between devices as the array does."""
+    run = nnx.shard_map(states, mesh=GRID, in_specs=(P(), P("a"), P("a")), out_specs=P("a"), axis_names={"a"})
+    cell, h = nnx.GRUCell(4, 3, rngs=nnx.Rngs(0)), jnp.zeros((8, 3))
+    np.testing.assert_allclose(nnx.jit(run)(cell, h, ROWS), states(cell, h, ROWS), atol=1e-6)
+
+
 def test_a_loop_over_an_array_whose_type_has_a_sharding():
     """A slice has the sharding of the array, without the axis that is gone."""
     seen = []

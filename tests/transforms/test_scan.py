@@ -739,6 +739,22 @@ def test_a_python_number_as_carry_takes_the_type_that_comes_out_as_in_jax():
     assert (out, ys.dtype) == (expected[0], expected[1].dtype)
 
 
+@pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.int8])
+def test_a_slice_of_weakly_typed_numbers_is_weakly_typed_as_in_jax(kind):
+    """So it yields to the type of what it is added to; in a Variable, too."""
+    rates = jnp.broadcast_to(2 if kind is jnp.int8 else 0.5, 3)
+    expected, _ = jax.lax.scan(lambda total, rate: (total + rate, None), kind(1), rates)
+    total, seen = nnx.scan(lambda total, rate: (total + rate, rate))(kind(1), rates)
+    assert total == expected
+    assert total.dtype == kind
+    assert seen.weak_type
+    held = nnx.Variable(rates)
+    total, _ = nnx.scan(lambda total, rate: (total + rate.value, None))(kind(1), held)
+    assert total == expected
+    assert total.dtype == kind
+    assert held.value is rates
+
+
 def test_random_keys_can_be_carried_and_streams_never_repeat():
     key, xs = nnx.scan(lambda k: (jax.random.split(k)[0], jax.random.normal(k)), length=4, in_axes=(nnx.Carry,))(
         jax.random.key(0)
@@ -1017,6 +1033,15 @@ def test_an_empty_stack_runs_no_iteration():
     carry, ys = nnx.scan(lambda c, x: (c + 1, x))(jnp.zeros(3), XS[:0])
     np.testing.assert_array_equal(carry, jnp.zeros(3))
     assert ys.shape == (0, 3)
+
+
+def test_an_empty_stack_over_a_mesh_of_explicit_axes():
+    """Whose axes are part of the type of a slice."""
+    with jax.set_mesh(jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        rows = jax.device_put(jnp.zeros((0, 4)), jax.P(None, "d"))
+        total, doubled = nnx.scan(lambda total, row: (total + row, 2 * row))(rows.sum(0), rows)
+    assert not total.any()
+    assert doubled.shape == (0, 4)
 
 
 def test_variables_that_hold_pytrees_are_sliced_and_stacked():
