@@ -115,10 +115,11 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
         *leaves, stop = leaves
         loop = _loop(layout, named(apply, step), leaves, "body of fori_loop")
         start, stop = (first, last) if static else (leaves[-1], stop)
+        # The index is the last leaf, of the arguments and of what comes back; JAX carries one already.
         carry = jax.lax.fori_loop(
-            start, stop, lambda i, carry: loop.body.run([*loop.leaves(carry)[:-1], i]), loop.carry, unroll=unroll
+            start, stop, lambda i, carry: loop.body.run(loop.leaves([*carry, i]))[:-1], loop.carry[:-1], unroll=unroll
         )
-        return carry, Outcome(loop.body.delta)
+        return [*carry, leaves[-1]], Outcome(loop.body.delta)
 
     key = ("fori", unroll, type(unroll), (first, last) if static else None)  # unroll=True is not unroll=1
     return call_program((step,), key, run, arguments, end).args[0]

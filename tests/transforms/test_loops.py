@@ -183,6 +183,17 @@ def test_only_what_changes_is_carried():
     assert m.w.value is before
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_fori_loop_carries_its_index_once(known):
+    """As many values as the loop of JAX, which carries the index itself."""
+
+    def carried(loop):
+        run = lambda n, x: loop(0, 3 if known else n, lambda i, c: c + i, x)
+        return [len(eqn.outvars) for eqn in jax.make_jaxpr(run)(3, X).eqns]
+
+    assert carried(nnx.fori_loop) == carried(jax.lax.fori_loop)
+
+
 def test_shared_and_cyclic_objects_keep_their_identity():
     def body(i, value):
         m, v = value
