@@ -121,6 +121,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
         )
         return [*carry, leaves[-1]], Outcome(loop.body.delta)
 
+    unroll = getattr(unroll, "item", lambda: unroll)()  # it may be an array
     key = ("fori", unroll, type(unroll), (first, last) if static else None)  # unroll=True is not unroll=1
     return call_program((step,), key, run, arguments, end).args[0]
 

@@ -104,6 +104,7 @@ def scan(
         axis; names the path.
       PlacementError: if an axis to loop over is sharded along a mesh axis of the type ``Explicit``; names the path.
     """
+    unroll = getattr(unroll, "item", lambda: unroll)()  # it may be an array
     loop = functools.partial(jax.lax.scan, reverse=reverse, unroll=unroll, _split_transpose=_split_transpose)
     return looped(f, loop, length, in_axes, out_axes, transform_metadata, data_transform)
 
