@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..core.annotations import parameters_of
 from ..core.errors import ArgumentError, UsageError, describe
 from ..core.formulas import as_array, broadcasts, formula, product, step
 from ..core.module import Module
@@ -785,10 +786,5 @@ def _extended(
 
 
 def _takes_positions(attention_fn: Any) -> bool:
-    """Whether a function or Module, or what a partial or wrapper calls, has a parameter ``input_positions``."""
-    inner = function = attention_fn
-    while inner is not None:
-        function = inner.__call__ if isinstance(inner, Module) and callable(inner) else inner
-        inner = function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None)
-    code = getattr(function, "__code__", None)
-    return code is not None and "input_positions" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    """Whether a function or a callable object, or what a partial or wrapper calls, has a parameter for positions."""
+    return any(parameter.name == "input_positions" for parameter in parameters_of(attention_fn))

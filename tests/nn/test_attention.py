@@ -561,7 +561,7 @@ def test_caches_in_low_precision_and_views():
         nnx.view(model, batch_size=2)
 
 
-@pytest.mark.parametrize("kind", ["function", "partial", "wrapped", "Module"])
+@pytest.mark.parametrize("kind", ["function", "partial", "wrapped", "Module", "object", "method"])
 def test_positions_are_passed_on(kind):
     """Those given to the call, and, while decoding, those in the cache to a function that has a parameter for them."""
     seen = []
@@ -574,11 +574,16 @@ def test_positions_are_passed_on(kind):
         def __call__(self, query, key, value, *, input_positions=None, **kwargs):
             return attend(query, key, value, input_positions=input_positions, **kwargs)
 
+    class Plain:
+        __call__ = Attend.__call__
+
     attention_fn = {
         "function": attend,
         "partial": functools.partial(attend, broadcast_dropout=True),
         "wrapped": functools.wraps(attend)(lambda *args, **kwargs: attend(*args, **kwargs)),
         "Module": Attend(),
+        "object": Plain(),
+        "method": Plain().__call__,
     }[kind]
     layer, x = make(attention_fn=attention_fn), array(2, 3, 8)
     layer(x)
