@@ -507,10 +507,8 @@ def _by_priority(x: Any, path: Path = (), seen: set[int] | None = None) -> Itera
 
 
 def _rngs(rngs: Any) -> Rngs:
-    if rngs is None or isinstance(rngs, Rngs):
-        return rngs or Rngs()
-    if isinstance(rngs, Mapping):
-        return Rngs({name: RngStream(key, tag=name) for name, key in rngs.items()})
+    if isinstance(rngs, Mapping):  # by themselves, so that equal seeds give equal streams, as in Linen
+        rngs = {name: RngStream(key, tag=name) for name, key in rngs.items()}
     return Rngs(rngs)
 
 

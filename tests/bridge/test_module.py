@@ -89,6 +89,25 @@ def test_setup_and_methods():
     assert (model.apply(variables, X, method="encode") == model.apply(variables, X, method=Setup.encode)).all()
 
 
+def test_a_part_in_a_field_is_set_up_once_it_is_run():
+    """A `setup` makes parameters, so that of a given part waits for the run, whatever attributes are set before."""
+    part = Setup(Dense(3))
+
+    class Outer(bridge.Module):
+        inner: Setup
+
+        @bridge.compact
+        def __call__(self, x):
+            return self.inner(x)
+
+    model = Outer(part)
+    model.inner = part
+    y, variables = model.init_with_output(0, X)
+    assert variables["params"]["inner"].keys() == {"given", "layers", "scale"}
+    assert (model.apply(variables, X) == y).all()
+    assert not hasattr(part, "layers")
+
+
 def test_keys_and_what_a_run_knows():
     """make_rng draws from the streams of the run; is_initializing and variables tell of it."""
     seen = []

@@ -64,6 +64,28 @@ def test_no_layer_is_left_out():
     assert theirs - rest <= set(LAYERS)
 
 
+def made(lib):
+    """A layer of each kind."""
+    rngs, cell, rnn = lib.Rngs(0), lib.GRUCell, lib.RNN
+    layers = [getattr(lib, name)(4, rngs=rngs) for name in "BatchNorm LayerNorm RMSNorm InstanceNorm".split()]
+    layers += [getattr(lib, name)(3, 4, rngs=rngs) for name in "Linear LinearGeneral Embed SimpleCell".split()]
+    layers += [getattr(lib, name)(3, 4, rngs=rngs) for name in "LSTMCell OptimizedLSTMCell GRUCell".split()]
+    layers += [getattr(lib, name)(3, 4, (3,), rngs=rngs) for name in ("Conv", "ConvTranspose")]
+    layers += [getattr(lib, name)(lib.Linear(3, 4, rngs=rngs), rngs=rngs) for name in ("SpectralNorm", "WeightNorm")]
+    layers += [lib.GroupNorm(4, 2, rngs=rngs), lib.Einsum("ab,bc->ac", (3, 4), (4,), rngs=rngs), lib.PReLU()]
+    layers += [lib.Dropout(0.5, rngs=rngs), rnn(cell(3, 4, rngs=rngs))]
+    layers += [lib.Bidirectional(rnn(cell(3, 4, rngs=rngs)), rnn(cell(3, 4, rngs=rngs)))]
+    layers += [lib.LoRA(3, 2, 4, rngs=rngs), lib.LoRALinear(3, 4, lora_rank=2, rngs=rngs)]
+    return [*layers, lib.MultiHeadAttention(2, 4, rngs=rngs)]
+
+
+def test_attributes():
+    """Published code reads the settings of a layer, so each is there under its name."""
+    for ours, theirs in zip(made(nnx), made(flax), strict=True):
+        missing = [name for name in vars(theirs) if not name.startswith("_") and not hasattr(ours, name)]
+        assert not missing, type(ours)
+
+
 MODULES = "activations dtypes initializers linear normalization recurrent stochastic".split()
 
 

@@ -198,8 +198,17 @@ def test_static_values():
     """Functions and classes by name, tuples item by item, long texts cut."""
     assert static_repr((nnx.relu, jnp.float32, 1, ("a",))) == "(relu, float32, 1, ('a',))"
     assert len(static_repr("x" * 1000)) < 250
-    assert "partial" in static_repr(functools.partial(max, 1))
+    assert static_repr(functools.partial(node_repr, 1)) == "functools.partial(node_repr, 1)"
     assert static_repr(np.zeros((2, 3))) == "float64[2, 3]"
+
+
+def test_a_setting_that_is_longer_than_a_line():
+    """It has a line for itself, the others one before and one after it."""
+    m = nnx.Module()
+    m.a, m.b, m.text, m.c = 1, 2, "x" * 150, 3
+    assert repr(m).split("\n")[1:-1] == ["  a=1, b=2,", f"  text={m.text!r},", "  c=3,"]
+    del m.a, m.b
+    assert repr(m).split("\n")[1:-1] == [f"  text={m.text!r},", "  c=3,"]
 
 
 def test_numbers_of_numpy_are_settings():
