@@ -451,7 +451,7 @@ def _attach(entry: Any, part: Any, name: str | None, kind: type) -> None:
 def _check_vacant(module: Module, name: str) -> None:
     """Raise if a Module has something under a name, other than variables that wait for what is to get it."""
     found = attributes_of(module).get(name)
-    if is_node(found) and not isinstance(found, dict):
+    if found is not None and not (isinstance(found, dict) and leaves_of(found)):
         raise errors.PathError(
             f"The name {name!r} is in use in a {type(module).__name__}, for a {type(found).__name__}. Give one of the "
             "two another name; to use a part twice, make it once and call it twice."

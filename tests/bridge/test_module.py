@@ -478,6 +478,26 @@ def test_a_name_is_for_one_thing():
     assert Model().init(0, Model.part, method="again")["params"].keys() == {"a"}
 
 
+@pytest.mark.parametrize("setting", [2, {"rate": 2}, None])
+def test_a_setting_keeps_its_name(setting):
+    """A parameter or part of the name of a field would take its place; only None holds nothing."""
+
+    class Model(bridge.Module):
+        a: object
+
+        @bridge.compact
+        def __call__(self, make):
+            return make(self)
+
+    makes = [lambda self: self.param("a", nnx.initializers.ones, ()), lambda self: Dense(3, name="a")(X)]
+    for make in makes:
+        if setting is None:
+            assert Model(None).init(0, make)["params"].keys() == {"a"}
+        else:
+            with pytest.raises(nnx.errors.PathError, match="'a' is in use in a Model, for a"):
+                Model(setting).init(0, make)
+
+
 def test_a_parameter_that_another_call_declares_with_another_shape_is_refused():
     """In `init`, too: it is one parameter."""
 

@@ -442,6 +442,17 @@ def test_decoding_in_any_parts_equals_the_whole(cuts, kwargs, spare):
     assert int(layer.cache_index.value) == 6
 
 
+def test_one_sequence_needs_no_batch_axis():
+    """As a batch of one gives, decoding too."""
+    layer, x = make(), array(5, 8)
+    whole = layer(x, is_causal=True)
+    np.testing.assert_allclose(whole, layer(x[None], is_causal=True)[0], atol=1e-6)
+    layer.init_cache(x.shape)
+    np.testing.assert_allclose(
+        jnp.concatenate([layer(x[:3], decode=True), layer(x[3:], decode=True)]), whole, atol=1e-6
+    )
+
+
 def test_decoding_by_a_wrapped_function():
     """What wraps a function that takes positions is given them, too: another function in its name, or a partial."""
     rope = functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE())
