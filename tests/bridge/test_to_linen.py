@@ -157,6 +157,12 @@ def test_metadata_travels_in_boxes():
     assert variables["params"]["m"]["bias"].metadata == {"note": "small"}
     assert (jax.jit(Model().apply)(variables, X) == Model().apply(nn.unbox(variables), X)).all()
 
+    model, notes = bridge.to_linen(Named), []
+    params = model.init(KEYS, X)["params"]
+    params["bias"] = params["bias"].replace(metadata={"note": "large"})
+    model.apply({"params": params}, X, nnx_method=lambda module, x: notes.append(module.bias.note))
+    assert notes == ["large"]  # as given, not as made
+
     boxed = bridge.to_linen(Named, metadata_fn=lambda v: nn.Partitioned(v.get_value(), names=(None,) * v.ndim))
     variables, updates = boxed.init(jax.random.key(0), X), boxed.apply(boxed.init(KEYS, X), X, mutable=["params"])[1]
     assert all(isinstance(tree["params"]["w"], nn.Partitioned) for tree in (variables, updates))

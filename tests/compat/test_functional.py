@@ -104,6 +104,14 @@ def test_a_new_variable_may_be_attached_and_returned(mode):
     assert (made is empty, made.more == 1.0, hasattr(empty, "more")) == (False, True, False)
 
 
+def test_a_new_variable_that_is_returned_twice_is_refused_in_tree_mode():
+    make = lambda x: [nnx.Param(x)] * 2
+    a, b = nnx.jit(make, graph_updates=False)(1.0)
+    assert a is b
+    with pytest.raises(ValueError, match=r"Duplicate Param found at paths out\[0\], out\[1\]"):
+        nnx.jit(make, graph=False)(1.0)
+
+
 def test_a_variable_that_goes_in_twice_is_refused_in_tree_mode():
     v = nnx.Param(jnp.array(1.0))
     add = lambda a, b: a.x + b.x

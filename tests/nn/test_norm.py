@@ -450,6 +450,9 @@ def test_functions_for_published_layers_compute_in_float32_at_least():
         mean, var = normalization._compute_stats(x, -1, dtype)
         assert (mean.dtype, var.dtype, mean.shape) == (jnp.float32, jnp.float32, (3,))
         assert normalization._normalize(x, mean, var, None, None, -1, (1,), dtype, 1e-5).dtype == found
+    wide = jnp.ones(4)
+    for scale, bias in (wide, None), (None, wide), (wide.astype(jnp.bfloat16), wide):  # the widest of all counts
+        assert normalization._normalize(x, mean, var, scale, bias, -1, 1, None, 1e-5).dtype == jnp.float32
     assert normalization._canonicalize_axes(4, (-1, 1, 3)) == (1, 3)
     mean, var = normalization._compute_stats(2 * x, 0, None, use_mean=False)
     assert (mean == 0).all()
