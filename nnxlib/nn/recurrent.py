@@ -499,8 +499,9 @@ def _kept_stream(rngs: Rngs | RngStream | bool) -> RngStream | None:
 
 def _draws_carry(rnn: Any) -> bool:
     """Whether the first carry may be random; if it is zeros, an RNN does not write to its own stream."""
-    cell = getattr(rnn, "cell", None)
-    return not isinstance(cell, _VectorCell) or cell.carry_init is not None
+    cell: Any = getattr(rnn, "cell", None)
+    of_zeros = (_VectorCell.initialize_carry, _LongShortTermCell.initialize_carry)
+    return getattr(type(cell), "initialize_carry", None) not in of_zeros or cell.carry_init is not None
 
 
 class RNN(Module):

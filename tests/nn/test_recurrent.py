@@ -241,6 +241,23 @@ def test_where_a_random_carry_is_drawn_from():
     assert not jnp.array_equal(begin(forked), expected)
 
 
+@pytest.mark.parametrize("base", [nnx.LSTMCell, nnx.GRUCell])
+def test_a_subclass_may_draw_its_carry_itself(base):
+    """Its `initialize_carry` gets the stream, though the class that it is derived from begins with zeros."""
+
+    class Noisy(base):
+        def initialize_carry(self, input_shape, rngs=None, carry_init=None):
+            zeros = super().initialize_carry(input_shape, carry_init=carry_init)
+            return jax.tree.map(lambda x: x + jax.random.normal(rngs(), x.shape), zeros)
+
+    rnn, x = nnx.RNN(Noisy(3, 4, rngs=nnx.Rngs(0))), jnp.zeros((2, 0, 3))
+    both = nnx.Bidirectional(nnx.RNN(nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))), rnn)
+    for call in (rnn, both):
+        first, second = (jax.tree.leaves(call(x, return_carry=True)[0])[-1] for _ in range(2))
+        assert first.any()
+        assert not jnp.array_equal(first, second)
+
+
 def test_without_a_stream_a_random_carry_is_refused():
     cell = make("GRUCell", carry_init=normal)
     with pytest.raises(ValueError, match="RNGs must be provided to initialize the cell carry of GRUCell 3->4"):
