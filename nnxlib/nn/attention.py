@@ -288,7 +288,13 @@ def dot_product_attention(
 
 
 def dot_product_attention_with_rope(
-    query: Array, key: Array, value: Array, *, rope: RoPE, input_positions: Array | None = None, **kwargs: Any
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    rope: Callable[..., Array],
+    input_positions: Array | None = None,
+    **kwargs: Any,
 ) -> Array:
     """Rotate queries and keys by their positions (see :class:`RoPE`), then :func:`dot_product_attention`.
 
@@ -299,7 +305,8 @@ def dot_product_attention_with_rope(
       query: ``[..., q_length, heads, depth]``.
       key: ``[..., kv_length, kv_heads, depth]``.
       value: ``[..., kv_length, kv_heads, v_depth]``.
-      rope: the rotation.
+      rope: the rotation, a :class:`RoPE` or another function of an array ``[..., heads, length, depth]`` and of
+        positions ``[..., 1, length]`` or None.
       input_positions: positions of the queries, ``[..., q_length]``, and of the keys if there are as many of them;
         by default, and for other numbers of keys, they are counted from 0.
       **kwargs: passed on.
@@ -318,11 +325,19 @@ def dot_product_attention_with_rope(
     """
     same = np.shape(query)[-3:-2] == np.shape(key)[-3:-2]
     return dot_product_attention(
-        rope._turn(query, input_positions, axis=-3),
-        rope._turn(key, input_positions if same else None, axis=-3),
+        _rotated(rope, query, input_positions),
+        _rotated(rope, key, input_positions if same else None),
         value,
         **kwargs,
     )
+
+
+def _rotated(rope: Callable[..., Array], x: Array, positions: Array | None) -> Array:
+    """Rotate ``x`` of shape ``[..., length, heads, depth]``; a RoPE needs no transposes for that."""
+    if isinstance(rope, RoPE) and type(rope).__call__ is RoPE.__call__:
+        return rope._turn(x, positions, axis=-3)
+    positions = None if positions is None else as_array(positions)[..., None, :]
+    return jnp.swapaxes(rope(jnp.swapaxes(x, -3, -2), positions), -3, -2)
 
 
 def _check_shapes(query: Array, key: Array, value: Array) -> None:

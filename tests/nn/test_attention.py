@@ -221,6 +221,23 @@ def test_rope_makes_scores_depend_on_the_difference_of_positions():
     assert nnx.dot_product_attention_with_rope(query, key[:, :3], key[:, :3], rope=nnx.RoPE()).shape == (2, 4, 2, 8)
 
 
+def test_attention_rotates_by_what_it_is_given():
+    """A RoPE whose class has a call of its own, and any other function, are called; with positions of each example."""
+
+    class Slower(nnx.RoPE):
+        def __call__(self, x, input_positions=None):
+            positions = jnp.arange(x.shape[-2]) if input_positions is None else input_positions
+            return super().__call__(x, positions / 2)
+
+    attend = functools.partial(nnx.dot_product_attention_with_rope, array(2, 4, 2, 8), array(2, 4, 1, 8, seed=1))
+    value, plain = array(2, 4, 1, 3), nnx.RoPE()
+    for positions in (None, np.arange(4) + 1, np.arange(8).reshape(2, 4)):
+        half = np.arange(4) / 2 if positions is None else positions / 2
+        expected = attend(value, rope=plain, input_positions=half)
+        for rope in (Slower(), lambda *args: Slower()(*args)):
+            np.testing.assert_allclose(attend(value, rope=rope, input_positions=positions), expected, atol=1e-5)
+
+
 def test_rope_tables_give_what_is_computed():
     """For sequences up to the length of the table; the dtype is that of the input."""
     table, free = nnx.RoPE(100.0, 6, 9), nnx.RoPE(100.0)
