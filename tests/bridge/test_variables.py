@@ -163,3 +163,4 @@ def test_functional():
     state = functional.init(rngs=nnx.Rngs(0))
     _, (_, state) = functional.apply(state)(jnp.ones((4, 2)))
     assert (state["mean"].value > 0).all()
+    assert list(bridge.functional(nnx.PReLU)().init()) == ["negative_slope"]  # a class that takes no rngs

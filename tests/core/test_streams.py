@@ -185,6 +185,7 @@ def test_reseeding_makes_a_model_repeatable():
     assert len({root for root, _, _ in facts(m)[:2]}) == 2
     assert facts(m)[2] != facts(other)[2]
     assert [count for _, _, count in facts(m)[:2]] == [0, 0]
+    assert m.first.rngs.count.dtype == jnp.uint32
 
 
 def test_reseeding_from_a_stream():
