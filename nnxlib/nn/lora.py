@@ -367,8 +367,8 @@ def merge_lora(model: Any, *, filter: Filter = ...) -> list[Path]:
 
     Raises:
       ValueError: if a LoRA is around something other than a Linear of its sizes, if others use that Linear, or the
-        kernel, without it, if nothing holds it in which it could be replaced, or if the class of a layer has a forward
-        of its own. Nothing is changed then.
+        kernel, without it, if nothing holds it in which it could be replaced, or if the class of a layer, or of its
+        LoRA, has a forward of its own. Nothing is changed then.
     """
     takes = to_predicate(filter)
     nodes = list(iter_objects(model))
@@ -402,11 +402,12 @@ def _library_class(layer: Any) -> type:
 
 def _not_mergeable(layer: Any, holders: dict[int, list[tuple[Any, Any]]]) -> str | None:
     cls, base = _library_class(layer), layer
-    if type(layer).__call__ is not cls.__call__:
-        return (
-            f"{type(layer).__name__} has a __call__ of its own, and may compute something else than {cls.__name__}; "
-            "leave it out of the filter."
-        )
+    for x, plain in [(layer, cls)] if cls is LoRA else [(layer, cls), (layer.lora, LoRA)]:
+        if type(x).__call__ is not plain.__call__:
+            return (
+                f"{type(x).__name__} has a __call__ of its own, and may compute something else than {plain.__name__}; "
+                "leave it out of the filter."
+            )
     if isinstance(layer, LoRA):
         base = layer.base_module
         if type(base) is not Linear:

@@ -379,3 +379,17 @@ def test_subclasses_are_merged_unless_they_have_a_forward_of_their_own():
         np.testing.assert_allclose(layer(x), y, atol=1e-5)
     with pytest.raises(ValueError, match=r"\[2\] \(Doubled\): it has one; merge it first"):
         nnx.add_lora(model, 2, filter=Doubled, rngs=rngs)
+
+
+def test_a_lora_that_computes_something_else_is_not_merged():
+    """One with a forward of its own, which a layer was given in place of the one that it made."""
+
+    class Scaled(nnx.LoRA):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    layer = nnx.LoRALinear(3, 4, lora_rank=2, rngs=nnx.Rngs(0))
+    layer.lora = Scaled(3, 2, 4, rngs=nnx.Rngs(1))
+    with pytest.raises(ValueError, match="Scaled has a __call__ of its own.*than LoRA; leave it out of the filter"):
+        nnx.merge_lora(layer)
+    assert type(layer) is nnx.LoRALinear
