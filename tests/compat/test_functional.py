@@ -116,7 +116,7 @@ def test_a_variable_that_goes_in_twice_is_refused_in_tree_mode():
     v = nnx.Param(jnp.array(1.0))
     add = lambda a, b: a.x + b.x
     a, b = Pair(v, 1), Pair(v, 2)
-    assert nnx.jit(add, graph_updates=False)(a, b) == 2.0
+    assert nnx.jit(add, graph_updates=False)(a, b) == nnx.cond(True, add, add, a, b, graph_updates=False) == 2.0
     for call in (
         lambda: nnx.jit(add, graph=False)(a, b),
         lambda: nnx.jit_partial(add, a, b, graph=False),

@@ -132,6 +132,7 @@ def test_squeeze_leaves_the_axis_out():
     assert bits(rngs.default.key.value) == bits(nnx.Rngs(0).split(1).default.key.value[0])
     restore_rngs(backups)
     assert int(rngs.default.count.value) == 1
+    assert split_rngs(lambda rngs: rngs.default.key.shape, splits=1, squeeze=True)(rngs) == ()
     with pytest.raises(ValueError, match="only supported for splits=1"):
         split_rngs(rngs, splits=2, squeeze=True)
 

@@ -269,7 +269,7 @@ def test_rope_says_what_it_takes():
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{}, {"num_kv_heads": 1, "qkv_features": 12, "out_features": 5, "in_kv_features": 3}]
+    "kwargs", [{}, {"num_heads": 1}, {"num_kv_heads": 1, "qkv_features": 12, "out_features": 5, "in_kv_features": 3}]
 )
 def test_the_layer_against_numpy(kwargs):
     """Self-attention and cross-attention with masks, from the parameters, in float64."""
