@@ -94,6 +94,21 @@ def test_methods_by_name():
     with pytest.raises(AttributeError, match="ToNNX of a Block has no attribute 'triple'"):
         model.triple
 
+    class Activated(nn.Module):
+        size = 3
+        function: object = nn.relu
+
+        def __call__(self, x):
+            return self.function(x)
+
+        def __add__(self, other):
+            return self
+
+    model = bridge.ToNNX(Activated())
+    assert (model(X) == X).all()
+    for name in ("size", "function", "__add__"):  # a number, a field, and what Python itself asks for
+        assert not hasattr(model, name)
+
 
 def test_reading_under_raw_jax_works():
     """A call that neither draws nor writes is legal under any trace; one that draws names the stream."""

@@ -390,6 +390,6 @@ def test_a_lora_that_computes_something_else_is_not_merged():
 
     layer = nnx.LoRALinear(3, 4, lora_rank=2, rngs=nnx.Rngs(0))
     layer.lora = Scaled(3, 2, 4, rngs=nnx.Rngs(1))
-    with pytest.raises(ValueError, match="Scaled has a __call__ of its own.*than LoRA; leave it out of the filter"):
+    with pytest.raises(ValueError, match=r"Scaled has a __call__ of its own.*than LoRA; leave it out of the filter"):
         nnx.merge_lora(layer)
     assert type(layer) is nnx.LoRALinear
