@@ -621,8 +621,8 @@ class MultiHeadAttention(Module):
         query = self.query(inputs_q, **qkv_settings)
         key = self.key(inputs_k, **qkv_settings)
         value = self.value(inputs_v, **qkv_settings)
-        if self.query_ln is not None and self.key_ln is not None:
-            query, key = self.query_ln(query), self.key_ln(key)
+        query = query if self.query_ln is None else self.query_ln(query)
+        key = key if self.key_ln is None else self.key_ln(key)
         cache = None
         if decode:
             query, key, value, index, mask, positions = self._extend_cache(inputs_q, query, key, value, mask)

@@ -300,6 +300,9 @@ def test_normalized_queries_and_keys():
     layer, x = make(normalize_qk=True, use_bias=False), array(2, 3, 8)
     np.testing.assert_allclose(layer(10 * x, x), layer(x), atol=1e-4)
     assert not np.allclose(layer(x, x, 10 * x), layer(x), atol=1e-2)
+    both, layer.key_ln = layer(x), None  # each by itself
+    assert not np.allclose(layer(x), both, atol=1e-2)
+    np.testing.assert_allclose(layer(10 * x, x), layer(x), atol=1e-4)
 
 
 def test_the_map_to_the_output_has_the_metadata_of_the_others():
