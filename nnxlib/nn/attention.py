@@ -610,7 +610,7 @@ class MultiHeadAttention(Module):
         Raises:
           LayerInputError: if an input does not fit the layer, another input, or the cache.
           ValueError: if ``inputs_v`` is given without ``inputs_k``, if it is not said whether to drop or to decode, or
-            if there is no stream to draw from or no cache to continue.
+            if there is no stream to draw from, or no cache to continue, or one of other heads.
         """
         inputs_k, inputs_v = self._inputs_of_keys_and_values(inputs_q, inputs_k, inputs_v)
         decode = self._decodes(decode)
@@ -715,6 +715,11 @@ class MultiHeadAttention(Module):
             batch = "".join(f"{size}, " for size in keys.shape[:-3])
             takes = f"queries, keys and values of one shape [{batch}length, {self.in_features}] while decoding"
             raise input_error(self, f"{takes} (its cache is {describe(keys)})", inputs_q)
+        if (key.shape[-2:], value.shape[-2:]) != (keys.shape[-2:], values.shape[-2:]):
+            raise UsageError(
+                f"The caches of MultiHeadAttention {self._nnx_sizes()} are {describe(keys)} and {describe(values)}, "
+                f"but its keys and values are now {describe(key)} and {describe(value)}: make others with init_cache."
+            )
         seen = 0 if isinstance(index, Tracer) else int(index)
         if seen + new > length:
             takes = f"up to {length} tokens in its cache, of which {seen} are used"
@@ -748,9 +753,13 @@ class MultiHeadAttention(Module):
             )
         if len(input_shape) < 2:
             raise UsageError(f"init_cache takes a shape (*batch, max_length, features), but got {tuple(input_shape)}.")
-        shape = (*input_shape[:-1], self.num_kv_heads, self.head_dim)
-        self.cached_key = Cache(initializers.zeros(None, shape, dtype))
-        self.cached_value = Cache(initializers.zeros(None, shape, dtype))
+
+        def cache(projection: Any) -> Cache[Array]:
+            own = isinstance(projection, LinearGeneral)  # whose kernel may have been replaced by one of fewer heads
+            heads = projection.kernel.shape[-2:] if own else (self.num_kv_heads, self.head_dim)
+            return Cache(initializers.zeros(None, (*input_shape[:-1], *heads), dtype))
+
+        self.cached_key, self.cached_value = cache(self.key), cache(self.value)
         self.cache_index = Cache(initializers.zeros(None, (), jnp.int32))
 
     def set_view(

@@ -473,6 +473,21 @@ def test_one_sequence_needs_no_batch_axis():
     )
 
 
+def test_decoding_with_the_heads_that_a_layer_has_now():
+    """As when the heads of keys and values are averaged; a cache that was made for more is refused."""
+    layer, x = make(4), array(2, 5, 8)
+    layer.init_cache(x.shape)
+    for part in (layer.key, layer.value):
+        part.kernel.value, part.bias.value = part.kernel.value[:, :1], part.bias.value[:1]
+    with pytest.raises(ValueError, match=r"are float32\[2, 5, 4, 2\] and .* now float32\[2, 5, 1, 2\] .* init_cache"):
+        layer(x, decode=True)
+    layer.init_cache(x.shape)
+    assert layer.cached_key.shape == layer.cached_value.shape == (2, 5, 1, 2)
+    np.testing.assert_allclose(
+        decoded(layer, x, (2, 3), decode=True), layer(x, is_causal=True, decode=False), atol=1e-5
+    )
+
+
 def test_decoding_by_a_wrapped_function():
     """What wraps a function that takes positions is given them, too: another function in its name, or a partial."""
     rope = functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE())
