@@ -236,7 +236,7 @@ class LoRALinearGeneral(LinearGeneral):
         axes = sorted([axis % x.ndim for axis in self.axis])
         x = jnp.moveaxis(x, axes, range(-len(axes), 0))
         batch = x.shape[: x.ndim - len(axes)]
-        return jnp.reshape(self.lora(jnp.reshape(x, (*batch, -1))), (*batch, *self.out_features))
+        return jnp.reshape(self.lora(jnp.reshape(x, (*batch, -1))), (*batch, *self.kernel.shape[len(axes) :]))
 
 
 # --- a whole model ----------------------------------------------------------------------------------------------------
@@ -305,9 +305,9 @@ def add_lora(
             raise UsageError(f"Cannot add a LoRA to {format_path(path)} ({type(layer).__name__}): {problem}")
     made = [
         LoRA(
-            math.prod(as_tuple(layer.in_features)),
+            math.prod(layer.kernel.shape[: len(as_tuple(layer.in_features))]),
             rank,
-            math.prod(as_tuple(layer.out_features)),
+            math.prod(layer.kernel.shape[len(as_tuple(layer.in_features)) :]),
             dtype=layer.dtype if dtype is None else dtype,
             param_dtype=layer.param_dtype if param_dtype is None else param_dtype,
             a_initializer=a_initializer,

@@ -164,6 +164,20 @@ def test_general_layers_are_adapted_as_matrices():
         np.testing.assert_allclose(adapted, layer(array(*shape)), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", [nnx.Linear, nnx.LinearGeneral])
+def test_a_pruned_layer_is_adapted_as_it_is_now(kind):
+    """The sizes are those of its kernel, not those that it was made with."""
+    layer = kind(4, 6, use_bias=False, rngs=nnx.Rngs(0))
+    layer.kernel.value = layer.kernel.value[:3, :5]
+    plain = layer(array(2, 3))
+    nnx.add_lora(layer, 2, filter=..., rngs=nnx.Rngs(1))
+    np.testing.assert_array_equal(layer(array(2, 3)), plain)
+    layer.lora.lora_b.value = array(2, 5)
+    adapted = layer(array(2, 3))
+    nnx.merge_lora(layer)
+    np.testing.assert_allclose(layer(array(2, 3)), adapted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("base", [nnx.Linear, nnx.LinearGeneral])
 def test_the_call_of_the_layer_below_may_be_one_that_takes_no_sharding(monkeypatch, base):
     """Exporters replace the call of Linear by a function of one argument; a sharding is passed on if there is one."""
