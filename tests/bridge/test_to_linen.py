@@ -181,6 +181,13 @@ def test_a_stream_that_is_missing_comes_from_params_at_init():
     model.apply(variables, X, nnx_method="encode")  # draws nothing
     with pytest.raises(AttributeError, match="No RngStream named 'params'"):
         bridge.to_linen(nnx.Linear, 3, 3).init({"dropout": jax.random.key(0)}, X)
+    drawn = bridge.to_linen(lambda rngs: nnx.Dict(drawn=nnx.Param(rngs.noise())), metadata_fn=None)
+    keep = lambda module: module.drawn.value
+    a, b, c = (
+        drawn.init_with_output({"params": jax.random.key(0), **given}, nnx_method=keep)[0]
+        for given in ({}, {"default": jax.random.key(1)}, {"default": jax.random.key(1), "dropout": jax.random.key(2)})
+    )
+    assert a != b == c  # `default`, if it is given, answers for a name that is not
 
 
 class Late(nnx.Module):
