@@ -484,6 +484,8 @@ def _fill(node: Any, given: Mapping[Path, Variable]) -> None:
             made[path].set_raw_value(variable.get_raw_value())
             made[path].set_metadata(**variable.get_metadata())
         else:
+            if isinstance(node, Module) and not is_node(attributes_of(node).get(path[0])):
+                _check_vacant(node, path[0])
             put(node, path, variable)
 
 

@@ -478,9 +478,9 @@ def test_a_name_is_for_one_thing():
     assert Model().init(0, Model.part, method="again")["params"].keys() == {"a"}
 
 
-@pytest.mark.parametrize("setting", [2, {"rate": 2}, None])
+@pytest.mark.parametrize("setting", [2, {"rate": 2}, Dense, None])
 def test_a_setting_keeps_its_name(setting):
-    """A parameter or part of the name of a field would take its place; only None holds nothing."""
+    """A parameter or part of the name of a field would take its place, other than in Linen; only None holds nothing."""
 
     class Model(bridge.Module):
         a: object
@@ -491,11 +491,15 @@ def test_a_setting_keeps_its_name(setting):
 
     makes = [lambda self: self.param("a", nnx.initializers.ones, ()), lambda self: Dense(3, name="a")(X)]
     for make in makes:
-        if setting is None:
-            assert Model(None).init(0, make)["params"].keys() == {"a"}
-        else:
+        variables = Model(None).init(0, make)
+        assert variables["params"].keys() == {"a"}
+        Model(None).apply(variables, make)
+        if setting is not None:
             with pytest.raises(nnx.errors.PathError, match="'a' is in use in a Model, for a"):
                 Model(setting).init(0, make)
+        if setting in (2, Dense):
+            with pytest.raises(nnx.errors.PathError, match="'a' is in use in a Model, for a"):
+                Model(setting).apply(variables, make)
 
 
 def test_a_parameter_that_another_call_declares_with_another_shape_is_refused():
