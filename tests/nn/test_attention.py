@@ -317,6 +317,15 @@ def test_the_map_to_the_output_has_the_metadata_of_the_others():
     assert roles(**own) == ({"k", "b"}, "ok", "ob")
 
 
+def test_the_map_to_the_output_may_have_initializers_of_its_own():
+    ones, zeros = nnx.initializers.ones, nnx.initializers.zeros
+    layer = nnx.MultiHeadAttention(2, 8, kernel_init=zeros, bias_init=ones, rngs=nnx.Rngs(0))
+    assert [(float(x.kernel.sum()), float(x.bias.sum())) for x in (layer.query, layer.out)] == [(0, 8), (0, 8)]
+    settings = {"out_kernel_init": ones, "out_bias_init": zeros}
+    layer = nnx.MultiHeadAttention(2, 8, kernel_init=zeros, bias_init=ones, **settings, rngs=nnx.Rngs(0))
+    assert [(float(x.kernel.sum()), float(x.bias.sum())) for x in (layer.query, layer.out)] == [(0, 8), (64, 0)]
+
+
 def test_dropout_and_modes():
     """train and eval switch it; masks differ call by call; streams and keys given to the call are used."""
     layer, x = make(dropout_rate=0.5), array(2, 3, 8)
