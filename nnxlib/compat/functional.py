@@ -70,12 +70,14 @@ def _refuse_shared(
 
 
 def _without_updates(f: Any, transform: str, as_tree: bool) -> Any:
-    """A function, or functions, that run on a copy of their arguments, and only write back what Variables hold.
+    """A function, partial or list of these that runs on a copy of its arguments, and writes back what Variables hold.
 
     Any other object is returned as it is.
     """
-    if isinstance(f, list | tuple) and f and all(map(inspect.isfunction, f)):
+    if isinstance(f, list | tuple) and f and all(inspect.isfunction(x) or type(x) is functools.partial for x in f):
         return [_without_updates(x, transform, as_tree) for x in f]
+    if type(f) is functools.partial:  # not one of JAX, which is a pytree
+        return functools.partial(_without_updates(f.func, transform, as_tree), *f.args, **f.keywords)
     if not inspect.isfunction(f):
         return f
     made = vars(f).setdefault("_without_updates", {})  # the same each time: programs are cached on the function

@@ -1,5 +1,7 @@
 """Transforms in tree mode, and without graph updates."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -42,6 +44,24 @@ def test_values_come_out_and_structure_does_not(mode):
     assert (m.x is x, m.y is y, m.calls, hasattr(m, "more"), x.value) == (True, True, 0, False, 8.0)
     nnx.jit(change)(m)
     assert (m.x is y, m.calls, hasattr(m, "more")) == (True, 1, True)
+
+
+@without_updates
+def test_structure_does_not_come_out_of_a_partial(mode):
+    def step(scale, m):
+        m.x.value = scale * m.x
+        m.calls += 1
+        return m.x * 1
+
+    double = functools.partial(step, 2.0)
+    for call in (
+        lambda m: nnx.jit(double, **mode)(m),
+        lambda m: nnx.remat(functools.partial(double), **mode)(m),
+        lambda m: nnx.cond(True, double, functools.partial(step, 3.0), m, **mode),
+        lambda m: nnx.switch(0, [double, functools.partial(step, 3.0)], m, **mode),
+    ):
+        m = pair()
+        assert (call(m), m.x, m.calls) == (4.0, 4.0, 0)
 
 
 @without_updates
