@@ -35,7 +35,6 @@ from . import errors
 from .annotations import annotations_of
 from .identity import Identified
 from .missing import MISSING
-from .variables import Variable
 
 A = TypeVar("A")
 T = TypeVar("T", bound=type)
@@ -197,7 +196,7 @@ def is_data_part(value: Any) -> bool:
 
 
 def is_bound_method(value: Any) -> bool:
-    return type(value) is types.MethodType and is_node(value.__self__) and not isinstance(value.__self__, Variable)
+    return type(value) is types.MethodType and is_node(value.__self__)
 
 
 def is_data_leaf(value: Any) -> bool:

@@ -142,11 +142,6 @@ def as_held(values: Sequence[Any], avals: Sequence[Aval]) -> list[Any]:
     ]
 
 
-def unshared_leaves(values: list[Any], count: int) -> list[Any]:
-    """Leaves, with copies of the dicts and lists in the first ``count``, which are the values of Variables."""
-    return all_unshared(values) if len(values) == count else all_unshared(values[:count]) + values[count:]
-
-
 def have_avals(values: list[Any], avals: list[Aval]) -> bool:
     """Whether values have these shapes and dtypes; None among them fits any."""
     if isinstance(avals, Avals) and avals.fit(values):
@@ -187,7 +182,7 @@ def _values_compared(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[P
     refuse(found if strict else by_path, "The State does not fit the GraphDef; nothing was made.", remedy + hint)
     changed = {*_other_metadata(layout, [(k, x) for k, x in enumerate(leaves[:n]) if isinstance(x, Variable)])}
     changed |= {k for k, was in enumerate(layout.blueprint.variable_types) if types[k] is not was}
-    return unshared_leaves(values, n), {k: (types[k], leaves[k]._metadata) for k in changed}
+    return all_unshared(values), {k: (types[k], leaves[k]._metadata) for k in changed}
 
 
 _ALL_OF_THEM = """\

@@ -105,7 +105,7 @@ def _methods(layout: Layout) -> list[types.FunctionType]:
     """The functions in the classes of objects, also in properties, and as static and class methods."""
     found = list[types.FunctionType]()
     for x in _in_classes(layout):
-        held: Any = getattr(x, "__func__", x) if isinstance(x, staticmethod | classmethod) else x
+        held: Any = x.__func__ if isinstance(x, staticmethod | classmethod) else x
         methods: tuple[Any, ...] = (held.fget, held.fset) if isinstance(held, property) else (held,)
         functions = [inspect.unwrap(f) for f in methods if isinstance(f, types.FunctionType) or is_jitted(f)]
         found += [f for f in functions if isinstance(f, types.FunctionType)]

@@ -40,6 +40,7 @@ from .state import FlatState, State, grouped, one_or_all, state_of_items
 from .static import Const
 from .tables import build_described, table_of
 from .tracing import Tracer, at_top_level, boundary, current_trace
+from .values import all_unshared
 from .variables import Intermediate, RngKey, Variable, plain_value
 
 A = TypeVar("A")
@@ -79,7 +80,7 @@ class _Snapshot:
 
     def __init__(self, layout: Layout, leaves: list[Any], group: Nesting | None = None):
         self.layout, self.group, self.trace = layout, group, current_trace()
-        self.values = fitting.unshared_leaves(leaves, len(leaves) if group is not None else len(layout.variables))
+        self.values = all_unshared(leaves)
 
     def leaves(self) -> list[Any]:
         """The leaves, with new Variables around values."""
@@ -131,8 +132,7 @@ def _states(
     for group in layout.grouped((predicates, exhaustive, *[type(x) for x in arrays]), paths_of_groups):
         chosen = group.within(len(variables))
         values = [variables[k]._cell.value for k in chosen]
-        if arrays:
-            values += [arrays[k - len(variables)] for k in group.positions[len(chosen) :]]
+        values += [arrays[k - len(variables)] for k in group.positions[len(chosen) :]]
         found.append(State._later(_Snapshot(layout, values, group)))
     return tuple(found)
 
@@ -230,11 +230,10 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     layout = graphdef.layout
     # A State that was not looked into since the split has the values themselves; others are matched leaf by leaf.
     values, changed = _values_as_split(graphdef, states) or fitting.values_to_merge(graphdef, states, strict)
-    held, is_described = fitting.positions_in_nodes(layout), not changed
+    held = fitting.positions_in_nodes(layout)
     if held.start < held.stop:
         values[held] = fitting.as_held(values[held], graphdef.avals[held])
-        is_described = is_described and all(is_data_leaf(x) for x in values[held])
-    if is_described:
+    if not changed:
         made = build_described(layout, values)
     else:
         others = {layout.variables[k]: make_variable(kind, values[k], more) for k, (kind, more) in changed.items()}
@@ -268,7 +267,7 @@ def _values_as_split(graphdef: GraphDef, states: tuple[Any, ...]) -> fitting.Val
         return None
     if not fitting.have_avals(source.values, graphdef.avals):
         return None
-    return fitting.unshared_leaves(source.values, len(source.layout.variables)), {}
+    return all_unshared(source.values), {}
 
 
 # --- state, update --------------------------------------------------------------------------------------------------

@@ -354,7 +354,8 @@ class Variable(ArrayOperators[A], VariableSlots):
         if isinstance(raw, Variable):
             raw = raw.get_raw_value()
         metadata = Metadata(canonical({**self._metadata, **metadata})) if metadata else self._metadata
-        return make_variable(type(self), as_stored(raw, metadata) if "ref" in metadata else unshared(raw), metadata)
+        raw = unshared(raw)
+        return make_variable(type(self), as_stored(raw, metadata) if "ref" in metadata else raw, metadata)
 
     replace = copy
     to_state = copy

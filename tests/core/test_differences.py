@@ -257,8 +257,8 @@ def test_one_record_two_ways_to_say_it():
 
 def test_the_comparison_is_a_parameter():
     """By default a number is an array without axes; everything fits what is not known; in the order of the paths."""
-    before = {("b", 10): jnp.ones(()), ("b", 2): ANY_VALUE, ("a",): nnx.Param(1.0)}
-    after = {("b", 10): 1, ("b", 2): {"x": [1]}, ("a",): nnx.Param(jnp.ones(())), ("A",): 1}
+    before = {("b", 10): jnp.ones(()), ("b", 2): ANY_VALUE, ("a",): nnx.Param(1.0), ("c",): "text"}
+    after = {("b", 10): 1, ("b", 2): {"x": [1]}, ("a",): nnx.Param(jnp.ones(())), ("A",): 1, ("c",): "other text"}
     assert leaf_differences(before, after) == [Difference(("A",), "added", "nothing", "int")]
     assert leaf_differences(before, after, array_differences)[1:] == [
         Difference(("a",), "type", "float", "float32[]"),

@@ -135,6 +135,21 @@ def test_a_bound_method_of_a_module():
     assert len(jax.tree.leaves(m)) == 5
 
 
+def test_a_bound_method_of_a_variable():
+    """It keeps its Variable in the graph, too: a copy reads its own, and there is a gradient."""
+    m = Layer()
+    m.read = m.w.get_value
+    clone = nnx.clone(m)
+    assert clone.read.__self__ is clone.w
+    for grad in (nnx.grad, jax.grad):
+        grads = grad(lambda m: (m.read() * m.w).sum())(m)
+        assert [x.tolist() for x in jax.tree.leaves(grads)] == [[2, 2]]
+    read = nnx.jit(lambda m: m.read().sum())
+    assert read(m) == 2
+    m.w.value = jnp.zeros(2)
+    assert read(m) == 0
+
+
 def test_a_node_inside_a_static_value_is_shared_and_not_copied():
     """What holds a Module without being a pytree is static: the very Module stays in it, through jit and merge."""
     m, inner = Layer(), Layer()

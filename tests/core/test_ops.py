@@ -256,6 +256,10 @@ def test_merge_takes_leaves_in_the_order_of_a_state():
     assert nnx.merge(*nnx.split(m.b)[:1], [2.0]).value == 2.0
     with pytest.raises(StateMismatchError, match=r"Expected 13 leaves, .* got 12"):
         nnx.merge(graphdef, leaves[:-1])
+    with pytest.raises(StateMismatchError, match=r"Expected a State, .* as state number 0, got float32\[2\]"):
+        nnx.merge(graphdef, leaves, state)
+    assert nnx.state(nnx.unflatten(*nnx.flatten(m, with_paths=False))) == state
+    assert nnx.flatten(m)[1] == state.flat_state()
 
 
 def test_a_variable_that_holds_a_dict_goes_through_pure_dicts():

@@ -617,6 +617,27 @@ def test_copies_do_not_share_later_changes():
     assert (v.value.tolist(), v.a) == ([1, 1], 1)
 
 
+@pytest.mark.parametrize("metadata", [{}, {"ref": False}])
+def test_a_copy_has_lists_and_dicts_of_its_own(metadata):
+    v, other = nnx.Variable({"sizes": [1]}, **metadata), nnx.Variable(None)
+    other.copy_from(v)
+    copies = [v.copy(), v.replace(v.value), copy.copy(v), nnx.Variable(None).copy(v, **metadata), other]
+    v.value["sizes"].append(2)
+    assert [c.value for c in copies] == [{"sizes": [1]}] * 5
+
+
+def test_a_variable_that_is_made_again():
+    """That is a write like any other: hooks run once, a jitted function sees it and what is written later."""
+    created = []
+    m = nnx.Dict(w=nnx.Param(jnp.zeros(2)))
+    read = nnx.jit(lambda m: m.w.sum())
+    assert [read(m), read(m)] == [0, 0]
+    m.w.__init__(jnp.ones(2), on_create_value=lambda v, value: created.append(v) or value)
+    assert (read(m), len(created)) == (2, 1)
+    m.w.value = jnp.full(2, 2.0)
+    assert read(m) == 4
+
+
 def test_copy_from_and_update_from_state():
     """They take over value and metadata; copy_from refuses another class, both what is no Variable."""
     v, other = nnx.Param(0.0, a=1), nnx.Param(1.0, b=2)
