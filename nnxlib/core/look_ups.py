@@ -249,11 +249,15 @@ def _in_container(x: Any) -> Iterator[LookUp]:
 def _members(x: Any, members: list[Any]) -> Iterator[LookUp]:
     """The look-ups of what may lead to Modules among the members of a set, or the keys of a dict."""
     for k, held in enumerate(members):
-        if type(held) not in _SIMPLE:
+        if not _is_simple(held):
             yield LookUp(member, x, k)
 
 
-_SIMPLE = ATOMS | {float, complex, tuple}
+def _is_simple(x: Any) -> bool:
+    return all(map(_is_simple, x)) if type(x) is tuple else type(x) in _SIMPLE
+
+
+_SIMPLE = ATOMS | {float, complex}
 
 
 def _in_plain_object(x: Any, names: Collection[str]) -> Iterator[LookUp]:

@@ -717,6 +717,16 @@ def test_each_trace_is_given_more_of_what_is_captured(monkeypatch, holds):
     assert traces == (3 if holds else 9)
 
 
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, nnx.jit, nnx.vmap])
+def test_a_setting_that_is_first_read_in_another_trace(transform):
+    """There its Module is a constant, or captured by the function around; each later call sees what it is then."""
+    layer = Layer()
+    f = nnx.jit(lambda x: x * layer.scale)
+    for layer.scale in (2, 3, 4):
+        assert transform(lambda x: f(x))(jnp.ones(1)) == layer.scale
+        assert f(jnp.ones(1)) == layer.scale
+
+
 class Configured(Layer):
     def __init__(self):
         super().__init__()

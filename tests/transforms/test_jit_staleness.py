@@ -2280,6 +2280,23 @@ def test_a_plain_object_that_is_a_member_of_a_set_or_a_key(make):
         assert former is not held.layer
 
 
+@pytest.mark.parametrize("make", [lambda x: {x: 1}, lambda x: {(x,): 1}, lambda x: {(): 1, ((), (x,)): 1}])
+@pytest.mark.parametrize("kind", [dict, set])
+def test_a_module_in_a_member_of_a_set_or_a_key(make, kind):
+    """Also in a tuple: another one is seen, and another setting."""
+
+    def module_in(x):
+        return x if isinstance(x, Layer) else next((m for part in x if (m := module_in(part))), None)
+
+    collection = kind(make(Layer(1.0)))
+    jitted = nnx.jit(lambda x: x * module_in(collection).scale)
+    for value in 1.0, 2.0:
+        collection.clear()
+        collection.update(make(layer := Layer(value)))
+        for layer.scale in value, 3 * value:
+            assert jitted(1.0) == layer.scale
+
+
 def test_another_attribute_is_gone_over():
     """By code that goes over all attributes of an object."""
     held = types.SimpleNamespace(first=Layer(1.0))
