@@ -727,6 +727,19 @@ def test_a_setting_that_is_first_read_in_another_trace(transform):
         assert f(jnp.ones(1)) == layer.scale
 
 
+@pytest.mark.parametrize("looked_into", [False, True])
+def test_a_model_that_is_merged_from_a_captured_state(looked_into):
+    """Also if no way leads to the State, and nobody has looked into it before the trace."""
+    hidden = functools.cache(lambda: nnx.split(Layer()))
+    graphdef, state = hidden()
+    if looked_into:
+        assert len(state) == 2
+    f = nnx.jit(lambda x: nnx.merge(*hidden())(x))
+    for value in 1.0, 2.0, 3.0:
+        np.testing.assert_array_equal(f(X), expected(nnx.merge(graphdef, state)))
+        state["w"].value = jnp.full((2, 2), value)
+
+
 class Configured(Layer):
     def __init__(self):
         super().__init__()

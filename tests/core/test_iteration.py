@@ -76,3 +76,5 @@ def test_find_duplicates():
     assert nnx.find_duplicates(thrice, only=nnx.BatchStat) == [[("a",), ("b",), ("c",)]]
     m.self = m
     assert nnx.find_duplicates(m)[0] == [(), ("self",)]
+    m = nnx.Dict(ema=nnx.State({"x": shared}), f=m.first.__call__, g={"ema": nnx.State({"x": shared}), "f": m.first.w})
+    assert nnx.find_duplicates(m) == [[("ema", "x"), ("g", "ema", "x")], [("f", "w"), ("g", "f")]]

@@ -449,6 +449,8 @@ def test_merge_with_missing_leaves():
         nnx.merge(graphdef, without(state, "scale"))
     with pytest.raises(StateMismatchError, match=r"(?s)first\.mean: missing.*scale: missing"):
         nnx.merge(graphdef, {})
+    with pytest.raises(StateMismatchError, match="b: missing, expected BatchStat"):
+        nnx.merge(*nnx.split(nnx.Dict(a=nnx.Param(1.0), b=nnx.BatchStat(2.0)), nnx.Param, ...)[:2])
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'state'"):
         nnx.merge(graphdef)
 
@@ -538,6 +540,9 @@ def test_update_takes_every_form_and_string_keys():
     nnx.update(m, {"layers": {"1": {"w": jnp.full(3, 2.0)}}}, nnx.state(m, nnx.BatchStat).flat_state())
     nnx.update(m, [nnx.State({"layers": {0: {"w": nnx.Param(jnp.full(2, 3.0))}}})])
     assert (m.layers[1].w.value.tolist(), m.layers[0].w.value.tolist()) == ([2, 2, 2], [3, 3])
+    both = nnx.Dict({0: nnx.Param(1.0), "0": nnx.Param(2.0)})
+    nnx.update(both, {0: 3.0, "0": 4.0})
+    assert (both[0].value, both["0"].value) == (3.0, 4.0)
 
 
 @pytest.mark.parametrize("axis", [0, -1])
