@@ -961,6 +961,7 @@ def test_a_copy_has_a_ref_of_its_own():
     v, ref = kept_in_a_ref()
     pickled = pickle.loads(pickle.dumps(v))
     for made in (v.copy(), nnx.Param(jnp.arange(3.0)).copy(ref=True), copy.deepcopy(v), pickled, nnx.clone(v)):
+        assert isinstance(made.get_raw_value(), jax.Ref)
         assert made.get_raw_value() is not ref
         made[...] = 0
         assert (v.tolist(), made.tolist()) == ([0, 1, 2], [0, 0, 0])
