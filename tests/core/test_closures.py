@@ -801,18 +801,21 @@ def test_a_list_that_is_a_static_argument_is_not_captured():
     "listed",
     [nnx.iter_graph, nnx.iter_modules, nnx.iter_children, nnx.find_duplicates, nnx.state, jax.tree.leaves],
 )
-def test_what_a_captured_module_holds_is_listed_as_it_is(listed):
-    """Also by a function that then does nothing with it, of a Module that it reaches through a list."""
-    holder = [nnx.Sequential(Layer())]
-    count = nnx.jit(lambda: len(list(listed(holder[0]))))
+@pytest.mark.parametrize("hidden", [False, True])
+def test_what_a_captured_module_holds_is_listed_as_it_is(listed, hidden):
+    """Also by a function that then does nothing with it, of a Module that a list or a cache holds."""
+    holder, cached = [nnx.Sequential(Layer())], functools.cache(lambda: nnx.Sequential(Layer()))
+    held = cached if hidden else lambda: holder[0]
+    assert len(held()) == 1
+    count = nnx.jit(lambda: len(list(listed(held()))))
     for change in (
         lambda m: None,
         lambda m: setattr(m, "head", Layer()),
         lambda m: setattr(m, "tail", m.head),
         lambda m: delattr(m, "head"),
     ):
-        change(holder[0])
-        assert count() == len(list(listed(holder[0])))
+        change(held())
+        assert count() == len(list(listed(held())))
 
 
 class Holder:
