@@ -875,6 +875,21 @@ def test_an_argument_leads_to_what_is_captured_already(way, named):
             PUT[way](owners[1], other)
 
 
+class ReadsSetting(nnx.Module):
+    def run(self, x):
+        return x * LAYER_OF_OWNERS.scale
+
+
+def test_a_method_of_an_argument_reads_a_setting_of_what_is_captured_already():
+    """Another Module in its place is seen, though the first is still captured by the function itself."""
+    layer, owner = Layer(), ReadsSetting()
+    f = nnx.jit(lambda owner, x: owner.run(x) + layer(x))
+    for other in layer, Layer(2.0), layer:
+        globals().update(LAYER_OF_OWNERS=other)
+        for other.scale in 3, 4:
+            np.testing.assert_array_equal(f(owner, X), X * other.scale + expected(layer))
+
+
 def test_an_argument_that_is_captured_too():
     """The same object as argument and in the closure is one object inside."""
     layer = Layer()
