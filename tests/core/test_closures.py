@@ -890,6 +890,15 @@ def test_a_method_of_an_argument_reads_a_setting_of_what_is_captured_already():
             np.testing.assert_array_equal(f(owner, X), X * other.scale + expected(layer))
 
 
+def test_a_compiled_partial_in_the_class_of_an_argument():
+    """It has no code of its own that might refer to a Module."""
+
+    class Doubles(nnx.Module):
+        double = staticmethod(jax.jit(functools.partial(jnp.multiply, 2.0)))
+
+    assert nnx.jit(lambda m, x: m.double(x))(Doubles(), 1.0) == 2.0
+
+
 def test_an_argument_that_is_captured_too():
     """The same object as argument and in the closure is one object inside."""
     layer = Layer()

@@ -2327,11 +2327,11 @@ def test_attributes_that_code_of_other_files_looks_through(make):
 
 LAYER, LAZILY = Layer(1.0), types.ModuleType("lazily")
 BY_TEXT = {
-    "globals": lambda x: globals()["LAYER"](x),
-    "eval": lambda x: eval("LAYER")(x),
-    "modules": lambda x: sys.modules[__name__].LAYER(x),
-    "imported": lambda x: importlib.import_module("lazily").LAYER(x),
-    "lazily": lambda x: LAZILY.LAZY_LAYER(x),
+    "globals": lambda: globals()["LAYER"],
+    "eval": lambda: eval("LAYER"),
+    "modules": lambda: sys.modules[__name__].LAYER,
+    "imported": lambda: importlib.import_module("lazily").LAYER,
+    "lazily": lambda: LAZILY.LAZY_LAYER,
 }
 
 
@@ -2342,12 +2342,13 @@ def test_a_global_that_is_reached_by_text(way, monkeypatch):
     exec("held = {}\ndef __getattr__(name): return held[name]", vars(lazily))
     monkeypatch.setitem(sys.modules, "lazily", lazily)
     monkeypatch.setitem(globals(), "LAZILY", lazily)
-    jitted = nnx.jit(BY_TEXT[way])
-    for layer in (Layer(1.0), Layer(2.0), Layer(3.0)):
+    find = BY_TEXT[way]
+    jitted = nnx.jit(lambda x: find()(x) * find().scale)
+    for layer in (Layer(1.0), Layer(2.0)):
         monkeypatch.setitem(globals(), "LAYER", layer)
         lazily.LAYER = lazily.held["LAZY_LAYER"] = layer
-        for _ in range(2):
-            np.testing.assert_array_equal(jitted(1.0), layer(1.0))
+        for layer.scale in 2.0, 3.0:
+            np.testing.assert_array_equal(jitted(1.0), layer(1.0) * layer.scale)
             layer.w.value *= 2
 
 
