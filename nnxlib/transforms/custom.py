@@ -11,14 +11,14 @@ import functools
 import operator
 import sys
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ..core.annotations import signature_of, stand_for
+from ..core.annotations import parameters_of, signature_of, stand_for
 from ..core.data import is_data
 from ..core.errors import OUTPUT, ArgumentError, describe, format_path
 from ..core.filters import Nothing, to_predicate
@@ -33,6 +33,8 @@ from ..core.tracing import boundary
 from .callables import as_bound, as_pair, resolve
 from .leaf_checks import check_returned, check_traceable, type_of
 from .lift import Arguments, Outcome, cross, finish
+from .naming import named
+from .selection import Selection, names_of
 from .tangents import (
     INEXACT,
     Argnums,
@@ -44,12 +46,15 @@ from .tangents import (
     differentiated,
     is_float0,
     is_inexact,
+    own_leaves,
     zeros_like,
 )
 
 
 @boundary
-def custom_vjp(fun: Callable = MISSING, *, nondiff_argnums: Argnums = ()) -> Any:
+def custom_vjp(
+    fun: Callable = MISSING, *, nondiff_argnums: Argnums = (), nondiff_argnames: str | Iterable[str] = ()
+) -> Any:
     """Give a function its own rule for gradients; ``jax.custom_vjp`` with state.
 
     The rule is set with ``defvjp(forward, backward)``. It is for the arguments: nothing else that ``fun`` refers to can
@@ -67,6 +72,7 @@ def custom_vjp(fun: Callable = MISSING, *, nondiff_argnums: Argnums = ()) -> Any
       nondiff_argnums: numbers of arguments that are not differentiated; ``DiffState(argnum, filter)`` for an argument
         of which only the leaves that the filter takes are, none for ``False``. The derivative with respect to others
         is zero. Such an argument keeps its place in what the rule takes and returns.
+      nondiff_argnames: names of further arguments that are not differentiated.
 
     >>> import nnxlib as nnx, jax, jax.numpy as jnp
     >>> @nnx.custom_vjp
@@ -87,12 +93,14 @@ def custom_vjp(fun: Callable = MISSING, *, nondiff_argnums: Argnums = ()) -> Any
       ArgumentError: if what a rule returns does not fit; names the path.
     """
     if is_missing(fun):
-        return functools.partial(custom_vjp, nondiff_argnums=nondiff_argnums)
-    return CustomVjp(fun, nondiff_argnums)
+        return functools.partial(custom_vjp, nondiff_argnums=nondiff_argnums, nondiff_argnames=nondiff_argnames)
+    return CustomVjp(fun, nondiff_argnums, nondiff_argnames)
 
 
 @boundary
-def custom_jvp(fun: Callable = MISSING, *, nondiff_argnums: Argnums = ()) -> Any:
+def custom_jvp(
+    fun: Callable = MISSING, *, nondiff_argnums: Argnums = (), nondiff_argnames: str | Iterable[str] = ()
+) -> Any:
     """Give a function its own rule for tangents; ``jax.custom_jvp`` with state.
 
     The rule is set with ``defjvp(rule)``. It takes ``(arguments, tangents)``, two tuples, with a State by path for each
@@ -104,6 +112,7 @@ def custom_jvp(fun: Callable = MISSING, *, nondiff_argnums: Argnums = ()) -> Any
     Args:
       fun: as in :func:`custom_vjp`.
       nondiff_argnums: as in :func:`custom_vjp`.
+      nondiff_argnames: as in :func:`custom_vjp`.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> @nnx.custom_jvp
@@ -117,18 +126,19 @@ def custom_jvp(fun: Callable = MISSING, *, nondiff_argnums: Argnums = ()) -> Any
     [10.0, 10.0, 10.0]
     """
     if is_missing(fun):
-        return functools.partial(custom_jvp, nondiff_argnums=nondiff_argnums)
-    return CustomJvp(fun, nondiff_argnums)
+        return functools.partial(custom_jvp, nondiff_argnums=nondiff_argnums, nondiff_argnames=nondiff_argnames)
+    return CustomJvp(fun, nondiff_argnums, nondiff_argnames)
 
 
 class _Custom:
     """A function with a derivative of its own."""
 
-    def __init__(self, fun: Callable, nondiff_argnums: Argnums = ()):
+    def __init__(self, fun: Callable, nondiff_argnums: Argnums = (), nondiff_argnames: str | Iterable[str] = ()):
         opaque = isinstance(fun, functools.partial) and not any(map(is_data, (*fun.args, *fun.keywords.values())))
         self._function, self._bound, self._kwargs = (fun, (), {}) if opaque else resolve(fun)
         stand_for(self, fun)
-        self._chosen = choices(nondiff_argnums)
+        by_name = Selection(self._function, 0, (), names_of(nondiff_argnames, "nondiff_argnames"), "nondiff")
+        self._chosen = [*choices(nondiff_argnums), *by_name.among(len(parameters_of(self._function)))]
 
     @boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +149,7 @@ class _Custom:
         """Call the function on all of its arguments, the bound ones among them."""
         call, packed = _prepare(self._function, args, self._chosen)
         try:
-            leaves, outcome, _ = self._transformed(call)(packed.leaves)
+            leaves, outcome, _ = self._transformed(call)(*packed.leaves)
         except jax.errors.UnexpectedTracerError as error:
             error.add_note(_CLOSED_OVER)
             raise
@@ -178,18 +188,21 @@ class CustomVjp(_Custom):
 
     _of_all = False  # whether the gradients of the arguments have leaves that are not floating, too
     _rules: tuple[Callable, Callable] | None = None
+    _optimize_remat = False
 
-    def defvjp(self, fwd: Callable, bwd: Callable, symbolic_zeros: bool = False) -> None:
-        """Set the rule. It gets arrays also for gradients that are zero: JAX's ``symbolic_zeros`` is not supported."""
-        if symbolic_zeros:
-            raise ArgumentError("symbolic_zeros=True wraps each array given to a rule, which a Module cannot hold.")
-        self._rules = fwd, bwd
+    def defvjp(self, fwd: Callable, bwd: Callable, symbolic_zeros: bool = False, optimize_remat: bool = False) -> None:
+        """Set the rule. It gets arrays also for gradients that are zero: JAX's ``symbolic_zeros`` is not supported.
+
+        ``optimize_remat`` is the flag of JAX for functions under ``remat``.
+        """
+        _refuse_symbolic_zeros(symbolic_zeros)
+        self._rules, self._optimize_remat = (fwd, bwd), optimize_remat
 
     def _transformed(self, call: _Call) -> Callable:
         if self._rules is None:
             raise ArgumentError(f"{self!r} has no rule yet; set it with .defvjp(forward, backward).")
         forward, backward = self._rules
-        custom = jax.custom_vjp(call.pure)
+        custom = jax.custom_vjp(call.named(call.pure, self._function))
 
         def fwd(leaves: list[Any]) -> tuple[Any, tuple]:
             def run(*args: Any) -> Any:
@@ -200,7 +213,7 @@ class CustomVjp(_Custom):
             (packed, _), after = cross(run, call.layout, leaves, part=operator.itemgetter(1))
             return call.outputs(after), (packed.leaves, Tangents(packed.layout, ()))
 
-        def bwd(saved: tuple, gradients: tuple[list[Any], Outcome, Tangents]) -> tuple[list[Any]]:
+        def bwd(saved: tuple, gradients: tuple[list[Any], Outcome, Tangents]) -> tuple:
             leaves, table = saved
             (nondiff, residuals), _ = build(table.layout, leaves)
             of_arguments, of_output, paths = call.gradients(gradients[0], gradients[2], self._of_all)
@@ -209,9 +222,9 @@ class CustomVjp(_Custom):
             except (TypeError, AttributeError, ValueError) as error:
                 error.add_note(_GIVEN if self._of_all else f"{_GIVEN} {_FLOATING}")
                 raise
-            return (call.unfold(found, paths),)
+            return tuple(call.unfold(found, paths))
 
-        custom.defvjp(fwd, bwd)
+        custom.defvjp(call.named(fwd, forward), named(bwd, backward), optimize_remat=self._optimize_remat)
         return custom
 
 
@@ -220,8 +233,9 @@ class CustomJvp(_Custom):
 
     _rule: Callable | None = None
 
-    def defjvp(self, jvp: Callable) -> Callable:
-        """Set the rule; returns it, so that this can be used as a decorator."""
+    def defjvp(self, jvp: Callable, symbolic_zeros: bool = False) -> Callable:
+        """Set the rule; returns it, so that this can be used as a decorator. As to zeros, see :class:`CustomVjp`."""
+        _refuse_symbolic_zeros(symbolic_zeros)
         self._rule = jvp
         return jvp
 
@@ -242,25 +256,31 @@ class CustomJvp(_Custom):
         rule = self._rule
         if rule is None:
             raise ArgumentError(f"{self!r} has no rule yet; set it with .defjvp(rule).")
-        custom = jax.custom_jvp(call.pure)
+        custom = jax.custom_jvp(call.named(call.pure, self._function))
 
-        @custom.defjvp
-        def jvp(primals: tuple[list[Any]], tangents: tuple[list[Any]]) -> tuple[Any, Any]:
-            values = call.tangents.as_variables(call.tangents.take(tangents[0]))
-            along = tuple(call.tangents.fold_arguments(values, call.diff))
+        def jvp(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+            integers = [k for k in own_leaves(call.layout) if not is_inexact(primals[k])]
+            shown = Tangents(call.layout, (*call.tangents.positions, *integers))
+            along = tuple(shown.fold_arguments(shown.as_variables(shown.take(tangents)), call.diff))
 
             def run(*args: Any) -> Any:
                 nondiff, diff = [args[i] for i in call.nondiff], tuple([args[i] for i in call.diff])
                 return as_pair(rule(*nondiff, diff, along), _RULE)
 
-            (_, tangent), after = cross(run, call.layout, primals[0], part=operator.itemgetter(0))
+            (_, tangent), after = cross(run, call.layout, primals, part=operator.itemgetter(0))
             out = leaves, outcome, changed = call.outputs(after)
             shapes = dict(zip(changed.positions, leaves, strict=True))
             found = changed.unfold((MISSING, tangent), shapes, "tangent")
             dots = [found[k] if k in found else zeros_like(leaf) for k, leaf in zip(changed.positions, leaves)]
             return out, (dots, outcome, changed)
 
+        custom.defjvp(named(jvp, rule))
         return custom
+
+
+def _refuse_symbolic_zeros(symbolic_zeros: bool) -> None:
+    if symbolic_zeros:
+        raise ArgumentError("symbolic_zeros=True wraps each array given to a rule, which a Module cannot hold.")
 
 
 def _prepare(function: Callable, args: tuple, chosen: Sequence[int | DiffState]) -> tuple[_Call, Packed]:
@@ -292,6 +312,10 @@ class _Call:
         self.function, self.tangents, self.layout = function, tangents, tangents.layout
         self.diff, self.nondiff, self._shapes = diff, nondiff, shapes
         self._delta: Delta | None = None
+
+    def named(self, pure: Callable, f: Callable) -> Callable:
+        """``pure``, a function of a list of leaves, as one of leaves, of which JAX speaks as of ``f``."""
+        return named(lambda *leaves: pure([*leaves]), f, self.layout.leaf_paths)
 
     def pure(self, leaves: list[Any]) -> tuple[list[Any], Outcome, Tangents]:
         """The function as JAX calls it, on leaves."""
@@ -332,11 +356,11 @@ class _Call:
         A Variable that the function has not changed does not come back, so its gradient here is zero. Only with
         ``of_all`` there are gradients of leaves that are not floating, as JAX has them (float0).
         """
-        paths = changed.layout.leaf_paths
+        paths, own = changed.layout.leaf_paths, own_leaves(changed.layout)
         found = {
             k: gradient
             for k, gradient in zip(changed.positions, gradients, strict=True)
-            if k >= 0 and paths[k] is not None and (of_all or not is_float0(gradient))
+            if k >= 0 and paths[k] is not None and (of_all or k in own or not is_float0(gradient))
         }
         before, after = _places(self.layout), _places(changed.layout)
         for place in [x for x in before if x in after]:

@@ -8,7 +8,7 @@ Variables, whose metadata, such as the names of axes, would not fit them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from ..core.rows import LEAF, children
 from .callables import by_position
 from .classes import lifts_classes
 from .signatures import as_operator
-from .tangents import PARAMS, Argnums, Tangents, check_differentiable, choices, is_single
+from .tangents import PARAMS, Argnums, Tangents, check_differentiable, choices, is_inexact, is_single
 from .vjp import Derivation
 
 
@@ -118,7 +118,7 @@ def _jacobian(transform: Callable, f: Callable, argnums: Argnums, has_aux: bool,
 
         def pure(leaves: list[Any]) -> Any:
             out, rest = call.pure(leaves)
-            _check_outputs(rest[2])
+            _check_outputs(rest[2], out)
             return out, rest
 
         rows, (leaves, outcome, outputs) = transform(pure, has_aux=True, **options)(call.leaves)
@@ -131,12 +131,13 @@ def _jacobian(transform: Callable, f: Callable, argnums: Argnums, has_aux: bool,
     return wrapped
 
 
-def _check_outputs(outputs: Tangents) -> None:
+def _check_outputs(outputs: Tangents, leaves: Sequence[Any]) -> None:
     """Check that the arrays and Variables that are returned, Modules apart, can be differentiated."""
     layout = outputs.layout
     own = {path for path, child in children(layout.root) if child is LEAF}
     own |= {layout.paths[i] for i in layout.variables if len(layout.paths[i]) == 1}
-    for path in own - {layout.leaf_paths[k] for k in outputs.positions}:
+    pairs = zip(outputs.positions, leaves, strict=True)
+    for path in own - {layout.leaf_paths[k] for k, leaf in pairs if is_inexact(leaf)}:
         raise ArgumentError(_NOT_DIFFERENTIABLE.format(path=place_of(path)))
 
 

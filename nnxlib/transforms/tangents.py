@@ -24,7 +24,7 @@ from ..core.graph import Packed, pack, variable_of
 from ..core.layout import Layout
 from ..core.missing import MISSING
 from ..core.objects import Node
-from ..core.rows import LEAF, NodeRow, Ref, Spec, Tree, children, same_node
+from ..core.rows import LEAF, NodeRow, Ref, Spec, Tree, children, count_leaves, same_node
 from ..core.state import State, from_flat_state, to_flat_state
 from ..core.tracing import zeros_of
 from ..core.variables import Param, stored_value
@@ -201,8 +201,12 @@ class Tangents(NamedTuple):
 
     @classmethod
     def of_leaves(cls, layout: Layout, leaves: Sequence[Any]) -> Tangents:
-        """Those of all leaves of floating or complex type."""
-        return cls(layout, tuple([k for k, leaf in enumerate(leaves) if is_inexact(leaf)]))
+        """Those of all leaves of floating or complex type, and of all arrays that are in no object.
+
+        As in JAX, tangents of integers are of type float0.
+        """
+        chosen = [k for k, leaf in enumerate(leaves) if is_inexact(leaf)]
+        return cls(layout, (*chosen, *[k for k in own_leaves(layout) if k not in chosen and _dtype(leaves[k])]))
 
     def take(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves that have a tangent, or the tangents in a list that has something for each leaf."""
@@ -281,6 +285,12 @@ class Tangents(NamedTuple):
 
 
 _NO_TANGENT = "A {name} was given for {path}, but {why}"
+
+
+def own_leaves(layout: Layout) -> range:
+    """The positions of the leaves that are in no object: they are the last ones."""
+    count = len(layout.leaf_paths)
+    return range(count - count_leaves(layout.root), count)
 
 
 def argument_of(arguments: Spec, number: int) -> Tree:
@@ -380,7 +390,11 @@ def _like(leaf: Any, value: Any, what: str) -> Any:
         return value
     dtype = _dtype(leaf)
     if isinstance(value, int | float | complex):
-        value = jnp.asarray(value, dtype)
+        as_weak = type_of(leaf).weak_type and jnp.result_type(value) == dtype
+        is_too_wide = isinstance(value, complex) and not jnp.issubdtype(dtype, jnp.complexfloating)
+        value = jnp.asarray(value, None if as_weak or is_too_wide else dtype)
+    elif isinstance(value, np.ndarray | np.generic):
+        value = jnp.asarray(value)
     if getattr(value, "shape", None) != jnp.shape(leaf) or value.dtype != dtype:
         expected = describe(type_of(leaf))
         raise ArgumentError(f"{what} must be {expected}, like the value itself, but is {describe(value)}.")

@@ -25,7 +25,7 @@ from .labels import join_lanes, split_lanes
 from .leaf_checks import check_traceable, note_abstract, type_of
 from .lift import Arguments, Outcome, cross
 from .prefixes import PrefixMapping
-from .tangents import INEXACT, Argnums, DiffState, Tangents, by_argument, choices, differentiated
+from .tangents import INEXACT, Argnums, DiffState, Tangents, by_argument, choices, differentiated, is_inexact
 
 
 class Derivation:
@@ -39,12 +39,14 @@ class Derivation:
         self.has_aux, self.shift, self.args = has_aux, len(bound), (*bound, *primals)
         self.arguments = with_carrier(Arguments(self.args, {**bound_kwargs, **(kwargs or {})}))
         self.packed: Packed = pack_live(self.arguments)
-        check_traceable(self.packed.layout, self.packed.leaves)
 
     def choose(self, chosen: Sequence[int | DiffState], default: PrefixMapping = INEXACT) -> tuple[int, ...]:
         """Fix what is differentiated; returns the positions of the chosen arguments."""
         filters = by_argument(chosen, len(self.args) - self.shift, self.shift)
-        self.choose_lanes(differentiated(self.packed, self.args, filters, default))
+        lane_of = differentiated(self.packed, self.args, filters, default)
+        taken = [x if lane == 0 else None for x, lane in zip(self.packed.leaves, lane_of, strict=True)]
+        check_traceable(self.packed.layout, taken)
+        self.choose_lanes(lane_of)
         return tuple(filters)
 
     def choose_lanes(self, lane_of: tuple[int, ...]) -> None:
@@ -120,9 +122,10 @@ def vjp(
     leaves, outcome, outputs = rest
     out, aux = call.finish(leaves, outcome)
     tangents, shapes = call.tangents, dict(zip(outputs.positions, map(type_of, values), strict=True))
+    floating = Tangents(outputs.layout, tuple([k for k, type_ in shapes.items() if is_inexact(type_)]))
 
     def pull_back(pull: Callable, gradient: Any) -> tuple:  # refers to no array
-        found = outputs.unfold({OUTPUT: gradient}, shapes, "gradient")
+        found = floating.unfold({OUTPUT: gradient}, shapes, "gradient", outputs.layout.positions.keys())
         (grads,) = pull(outputs.filled(found, shapes))
         return tuple(tangents.fold_arguments(tangents.as_variables(grads), numbers))
 
