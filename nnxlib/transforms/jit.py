@@ -142,6 +142,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         shift = len(self._args)
         self._static = Selection(self._function, shift, *static, "static")
         self._donated = Selection(self._function, shift, *donated, "donate")
+        self._static.check_apart(self._donated)
         refuse_nodes(in_shardings, "in_shardings")
         refuse_nodes(out_shardings, "out_shardings")
         self._in_shardings = in_shardings
@@ -313,6 +314,8 @@ class JitWrapped(Jitted, Generic[P, R]):
         first = len(self._args) + count
         left_out = [(i, x) for i, x in enumerate(bound[0]) if i < first or type(x) is StaticArgument]
         named = {k: x for k, x in bound[1].items() if k not in kwargs or type(x) is StaticArgument}
+        passed = tuple([x for i, x in enumerate(bound[0]) if i >= first and type(x) is not StaticArgument])
+        passed_named = {k: x for k, x in bound[1].items() if k not in named}
 
         def make(plan: Plan, packed: Packed, arguments: Arguments, token: object) -> Stage:
             def trace() -> tuple[Compiled, Any]:
@@ -321,7 +324,10 @@ class JitWrapped(Jitted, Generic[P, R]):
 
             compiled, stage = call_lending(self._traces, packed.objects, trace)
             call = functools.partial(self._arguments, captures.known, token, left_out, named)
-            return Stage(stage, call, plan, compiled, self._has_static)
+            in_tree = None if packed.layout.rows else jax.tree.structure((passed, passed_named))
+            if in_tree is not None and in_tree.num_leaves != len(compiled.inputs):  # a partial has bound arrays
+                in_tree = None
+            return Stage(stage, call, plan, compiled, self._has_static, in_tree)
 
         return self._with_plan(make, captures, *bound, captures.now(), True)
 

@@ -80,6 +80,7 @@ class Selection:
     """
 
     def __init__(self, function: Callable, shift: int, numbers: tuple[int, ...], names: tuple[str, ...], option: str):
+        self._option = option
         self._chosen: set[int | str] = {*names}
         self._from_end: set[int] = set()  # of a function with *args: relative to the number of arguments in a call
         self._among: dict[int, frozenset[int]] = {}  # what `among` has found
@@ -120,5 +121,19 @@ class Selection:
             found = self._among[count] = frozenset([i for i in range(count) if self.has(i, count)])
         return found
 
+    def check_apart(self, other: Selection) -> None:
+        """Check that no argument is in both.
+
+        Raises:
+          PrefixError: if one is.
+        """
+        if both := (self._chosen & other._chosen) | (self._from_end & other._from_end):
+            raise PrefixError(_IN_BOTH.format(both=sorted(both, key=str), one=self._option, other=other._option))
+
     def __bool__(self) -> bool:
         return bool(self._chosen or self._from_end)
+
+
+_IN_BOTH = """\
+{both} are in {one}_argnums or {one}_argnames, and in those of {other}. What is static is a part of the program, and \
+has no array that could be donated."""

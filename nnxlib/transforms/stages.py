@@ -12,16 +12,18 @@ from typing import Any
 import jax
 
 from ..core.errors import ArgumentError, listed
-from ..core.graph import pack
+from ..core.graph import Packed, pack
 from ..core.graphdef import differences_listed
 from ..core.tracing import at_top_level
 from .dispatch import Dispatch, Miss
 from .leaf_checks import type_changes
-from .lift import Arguments
+from .lift import Arguments, finish
 from .plan import Compiled, Plan
 
 _OTHER_STRUCTURE = "The arguments differ in structure from those it was compiled for:"
 _WITHOUT_STATIC = "A compiled function is called without its static arguments."
+_OF_ARGUMENTS = ("args_info", "in_avals", "input_formats", "input_shardings")
+_OF_OUTPUT = ("out_info", "output_formats", "output_shardings")
 _COMPILE_AGAIN = "Call the jitted function itself, which is compiled again where it has to be, or `lower` it for these."
 
 
@@ -29,7 +31,9 @@ class Stage:
     """A traced, lowered or compiled function of Modules; all other attributes are those of the JAX stage it wraps.
 
     JAX has made the ``stage`` from ``traced``, a compiled function of the plan. ``arguments`` completes the arguments
-    of a call as they are packed: by the static ones, and by what is captured.
+    of a call as they are packed: by the static ones, and by what is captured. ``in_tree`` is the structure of those of
+    JAX's function, ``(args, kwargs)``, if it takes only arrays. Then its attributes are pytrees like the arguments and
+    the output; else they are flat, as the function is that JAX compiles.
     """
 
     def __init__(
@@ -39,8 +43,9 @@ class Stage:
         plan: Plan,
         traced: Compiled,
         has_static: bool,
+        in_tree: Any,
     ):
-        self._stage, self._arguments, self._has_static = stage, arguments, has_static
+        self._stage, self._arguments, self._has_static, self._in_tree = stage, arguments, has_static, in_tree
         self._compiled, self._plan = copy.copy(traced), copy.copy(plan)  # with what was compiled ahead of time
         self._compiled.jitted, self._plan.compiled = stage, self._compiled
         self._dispatch = Dispatch(has_static, enabled=True)
@@ -52,7 +57,7 @@ class Stage:
         return self._next(self._stage.compile(*args, **kwargs))
 
     def _next(self, stage: Any) -> Stage:
-        return Stage(stage, self._arguments, self._plan, self._compiled, self._has_static)
+        return Stage(stage, self._arguments, self._plan, self._compiled, self._has_static, self._in_tree)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled function.
@@ -91,7 +96,26 @@ class Stage:
     def __getattr__(self, name: str) -> Any:
         if name == "_stage":  # `copy` asks a copy that has no attributes yet
             raise AttributeError(name)
-        return getattr(self._stage, name)
+        found = getattr(self._stage, name)
+        if self._in_tree is None:
+            return found
+        if name == "in_tree":
+            return self._in_tree
+        if name in _OF_ARGUMENTS:
+            return self._in_tree.unflatten(jax.tree.leaves(found))
+        if name in _OF_OUTPUT:
+            return self._output(found)
+        return self._out_tree(found) if name == "out_tree" else found
+
+    def _output(self, returned: Any) -> Any:
+        """The output, with what is given for each array that the compiled function returns."""
+        return finish(Packed(self._plan.crossing.layout, [], []), self._compiled.unpacked(returned))
+
+    def _out_tree(self, flat: Any) -> Any:
+        """The structure of the output, if it has the arrays in the order in which JAX returns them."""
+        numbers = [*range(flat.num_leaves)]
+        found, structure = jax.tree.flatten(self._output(flat.unflatten(numbers)))
+        return structure if found == numbers else flat
 
     def __repr__(self) -> str:
         return f"Stage({self._stage!r})"
