@@ -15,6 +15,7 @@ import inspect
 import sys
 from collections import namedtuple
 from collections.abc import Callable
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 signature_of: Callable[[Any], inspect.Signature] = inspect.signature
@@ -38,11 +39,14 @@ def parameters_of(f: Callable) -> list[inspect.Parameter]:
 
 
 def stand_for(wrapper: Any, f: Callable) -> None:
-    """Give an object that is called in place of a function its name, docstring and annotations.
+    """Give an object that is called in place of a function its name, docstring, annotations and public attributes.
 
     It does not get the attributes of a callable Module.
     """
     functools.update_wrapper(wrapper, f, updated=())
+    if isinstance(f, FunctionType):
+        public = {name: x for name, x in vars(f).items() if name[0] != "_" and not hasattr(type(wrapper), name)}
+        vars(wrapper).update(public)
     if sys.version_info >= (3, 14):  # only `__annotate__` is copied, and an object would show those of its class
         wrapper.__annotations__ = annotations_of(f)
 

@@ -23,7 +23,7 @@ class TraceContextError(NnxError, ValueError):
     """A write to an object from inside a JAX trace that the object does not belong to."""
 
 
-class StaticValueError(NnxError, TypeError):
+class StaticValueError(NnxError, TypeError, ValueError):
     """A static attribute, argument or metadata value that cannot be compared by value."""
 
 
@@ -31,7 +31,7 @@ class StaleLayoutError(NnxError, RuntimeError):
     """The structure of an object was changed in a way that its cached layout could not notice."""
 
 
-class ArgumentError(NnxError, TypeError):
+class ArgumentError(NnxError, TypeError, ValueError):
     """An argument of another kind than the one that is asked for; of a transform, one that JAX cannot trace."""
 
 
@@ -113,7 +113,7 @@ class AliasingError(NnxError, ValueError):
     """One shared object reached by two paths that ask for different treatment."""
 
 
-class PrefixError(NnxError, ValueError):
+class PrefixError(NnxError, ValueError, TypeError):
     """A prefix (``in_shardings``, ``argnums``, ``StateAxes``, ...) that does not fit the arguments it describes."""
 
 

@@ -33,7 +33,7 @@ from typing import Any, Concatenate, cast
 
 import jax.tree_util as jtu
 
-from ..core.annotations import signature_of
+from ..core.annotations import signature_of, stand_for
 from ..core.data import is_data
 from ..core.errors import ArgumentError, StaticValueError
 from ..core.missing import MISSING, is_missing
@@ -79,7 +79,11 @@ def _lifting_classes(default: tuple[str, ...], transform: Callable[Concatenate[A
         chosen = default if methods is None else methods
         if not (is_class and chosen):
             made: Any = or_closed_over(lambda f: plain(f, *args[1:], **options), f)
-            return boundary(made) if isinstance(made, types.FunctionType) else made
+            if not isinstance(made, types.FunctionType):
+                return made
+            made = boundary(made)
+            stand_for(made, f)
+            return made
         return _rebound(f, lifted_class(wrapper, target, _options_by_method(chosen, given)))
 
     wrapper._nnx_transform = transform  # type: ignore[attr-defined]

@@ -1,0 +1,199 @@
+"""Functions of arrays alone: the transforms of nnxlib give what those of JAX give, whose place they take in code."""
+
+import inspect
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+
+X = jnp.array([1.0, 2.0])
+ZERO = np.zeros((), jax.dtypes.float0)
+
+
+def both(x):
+    return jnp.sin(x), jnp.floor(x).astype(int)
+
+
+def with_rule(transforms, f, rule, **options):
+    made = transforms.custom_jvp(f, **options)
+    made.defjvp(rule)
+    return made
+
+
+def with_backward(transforms, f, forward, backward, rules=None, **options):
+    """With a rule as JAX has it, given the gradient of the output alone."""
+    made = transforms.custom_vjp(f, **options)
+    ours = lambda *args: backward(*args[:-1], args[-1][1])
+    made.defvjp(forward, backward if transforms is jax else ours, **(rules or {}))
+    return made
+
+
+def exported(transforms, *args, **kwargs):
+    made = jax.export.export(transforms.jit(lambda d, y=1.0: {"a": d["q"] * y, "b": (d["q"], None)}))(*args, **kwargs)
+    return made.call(*args, **kwargs)
+
+
+def linearized(transforms, f, x, *tangents):
+    out, push = transforms.linearize(f, x)
+    return out, push(*tangents)
+
+
+def compiled(transforms):
+    step = transforms.jit(lambda d, n, *, by: {"a": d["q"] * by * n, "b": (d["q"], None)}, static_argnums=1)
+    return step.lower({"q": X}, 2, by=3.0)
+
+
+EXPRESSIONS = {
+    "jvp, an integer output": lambda t: t.jvp(both, (X,), (X,)),
+    "jvp, other outputs": lambda t: t.jvp(lambda x: (x, 3, True, None), (X,), (X,)),
+    "jvp, an integer argument": lambda t: t.jvp(lambda x, n: (x * n, n), (X, 2), (X, ZERO)),
+    "jvp, a key": lambda t: t.jvp(lambda x: (x, jax.random.key(0)), (X,), (X,))[1],
+    "jvp, float64 of NumPy": lambda t: t.jvp(jnp.sin, (X,), (np.ones(2),)),
+    "jvp as a rule of JAX": lambda t: jax.jvp(with_rule(jax, both, lambda *args: t.jvp(both, *args)), (X,), (X,)),
+    "vjp, float64 of NumPy": lambda t: t.vjp(jnp.sin, X)[1](np.ones(2)),
+    "vjp, weak": lambda t: t.vjp(jnp.sin, 2.0)[1](1.0),
+    "linearize, float64 of NumPy": lambda t: linearized(t, jnp.sin, X, np.ones(2)),
+    "linearize, weak": lambda t: linearized(t, jnp.sin, 2.0, 1.0),
+    "linearize, an integer output": lambda t: linearized(t, both, X, X),
+    "jacfwd, text": lambda t: t.jacfwd(lambda x, s: x * len(s))(X, "two"),
+    "jacrev, text by name": lambda t: t.jacrev(lambda x, s: x * len(s))(X, s="two"),
+    "hessian, a function": lambda t: t.hessian(lambda x, f: f(x))(2.0, jnp.sin),
+    "custom_jvp, an integer": lambda t: t.grad(
+        with_rule(t, lambda x, n: x * n, lambda p, dots: (p[0] * p[1], dots[0] * (dots[1].dtype == ZERO.dtype)))
+    )(2.0, 3),
+    "custom_jvp, nondiff_argnames": lambda t: t.grad(
+        with_rule(t, lambda x, n: x, lambda n, p, dots: (p[0], dots[0] * n), nondiff_argnames=["n"])
+    )(2.0, 3),
+    "custom_vjp, nondiff_argnames": lambda t: t.grad(
+        with_backward(t, lambda f, x: f(x), lambda f, x: (f(x), x), lambda f, x, g: (g * f(x),), nondiff_argnames="f"),
+        argnums=1,
+    )(jnp.sin, 2.0),
+    "custom_vjp, an integer output": lambda t: t.grad(
+        lambda x: with_backward(t, both, lambda x: (both(x), None), lambda _, g: (g[0] * (g[1].dtype == ZERO.dtype),))(
+            x
+        )[0]
+    )(2.0),
+    "custom_vjp, optimize_remat": lambda t: jax.jit(
+        t.value_and_grad(
+            with_backward(t, jnp.sin, lambda x: (jnp.sin(x), x), lambda x, g: (g * x,), {"optimize_remat": True})
+        )
+    )(2.0),
+    "export": lambda t: exported(t, {"q": X}, 2.0),
+    "export, by name": lambda t: exported(t, {"q": X}, y=2.0),
+    "attributes": lambda t: [(w.__wrapped__.__name__, w.kept) for w in (getattr(t, n)(kept) for n in TRANSFORMS)],
+    "__wrapped__": lambda t: [getattr(t, name)(kept).__wrapped__ is kept for name in TRANSFORMS],
+}
+TRANSFORMS = ["jit", "grad", "value_and_grad", "vmap", "checkpoint", "jacfwd", "jacrev", "named_call"]
+
+
+def kept(x):
+    return x
+
+
+kept.kept = 3
+
+
+def described(x):
+    """Type, dtype and values of the leaves, and the structure."""
+    return jax.tree.structure(x), [
+        (x.aval if isinstance(x, jax.Array) else type(x), np.shape(x), None if x.dtype == ZERO.dtype else data(x))
+        if isinstance(x, jax.Array | np.ndarray)
+        else x
+        for x in jax.tree.leaves(x)
+    ]
+
+
+def data(x):
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x).tolist()
+
+
+@pytest.mark.parametrize("case", EXPRESSIONS)
+def test_values_are_those_of_jax(case):
+    """Also their dtypes and weak types, and float0 for tangents of integers."""
+    assert described(EXPRESSIONS[case](nnx)) == described(EXPRESSIONS[case](jax))
+
+
+@pytest.mark.parametrize("name", ["args_info", "in_avals", "in_tree", "out_info", "out_tree"])
+def test_a_lowered_function_describes_arguments_and_output(name):
+    """As pytrees, and without what is static."""
+    assert str(getattr(compiled(nnx), name)) == str(getattr(compiled(jax), name))
+
+
+@pytest.mark.parametrize("name", ["input_formats", "input_shardings", "output_formats", "output_shardings"])
+def test_a_compiled_function_describes_arguments_and_output(name):
+    assert str(getattr(compiled(nnx).compile(), name)) == str(getattr(compiled(jax).compile(), name))
+
+
+def test_outputs_with_shardings_are_described_in_their_order():
+    """They come back by sharding."""
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    jitted = nnx.jit(lambda x: {"a": x, "b": x[0], "c": x[:1]}, out_shardings={"a": None, "b": place, "c": None})
+    assert {name: x.shape for name, x in jitted.lower(X).out_info.items()} == {"a": (2,), "b": (), "c": (1,)}
+
+
+def test_a_module_that_is_made_is_described():
+    info = nnx.jit(lambda key: nnx.Linear(2, 3, rngs=nnx.Rngs(key))).lower(jax.random.key(0)).out_info
+    assert info.kernel.shape == (2, 3)
+
+
+WRONG = {
+    "another shape": lambda t: t.vjp(jnp.sin, X)[1](1.0),
+    "another structure": lambda t: t.vjp(jnp.sin, X)[1]((X,)),
+    "complex": lambda t: t.vjp(jnp.sin, 2.0)[1](1j),
+    "no such argument": lambda t: t.grad(jnp.sin, argnums=1)(2.0),
+    "in_axes that are none": lambda t: t.vmap(jnp.sin, in_axes="a"),
+    "a static array": lambda t: t.jit(lambda x: x, static_argnums=0)(X),
+    "static and donated": lambda t: t.jit(lambda x: x, static_argnums=0, donate_argnums=0),
+    "static and donated, by name": lambda t: t.jit(lambda x: x, static_argnums=0, donate_argnames="x"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_errors_are_also_those_of_jax(case):
+    """So that `except ValueError` and `except TypeError` that were written for JAX keep working."""
+    with pytest.raises(Exception) as raised:
+        WRONG[case](jax)
+    kind = next(kind for kind in raised.type.__mro__ if kind.__module__ == "builtins")
+    with pytest.raises(kind) as ours:
+        WRONG[case](nnx)
+    assert isinstance(ours.value, nnx.errors.NnxError)
+
+
+def test_a_gradient_given_for_integers_is_ignored():
+    """Of an output that is an array, or in a Module."""
+    zeros = lambda out: jax.tree.map(jnp.zeros_like, out)
+    out, pull = nnx.vjp(both, X)
+    assert pull(zeros(out))[0].tolist() == [0, 0]
+    counter = nnx.vjp(lambda x: nnx.Dict(x=nnx.Param(x), calls=nnx.Variable(jnp.array(0))), X)
+    assert counter[1](zeros(nnx.state(counter[0])))[0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("kind", ["custom_jvp", "custom_vjp"])
+def test_an_error_in_a_function_with_a_rule_names_that_function(kind):
+    """Not a function of nnxlib."""
+
+    def decides(x):
+        return x if x > 0 else -x
+
+    made = getattr(nnx, kind)(decides)
+    made.defjvp(decides) if kind == "custom_jvp" else made.defvjp(decides, decides)
+    with pytest.raises(jax.errors.TracerBoolConversionError, match="while tracing the function decides at"):
+        jax.jit(made)(2.0)
+
+
+def test_signature_and_attributes_of_wrapped_functions():
+    """Private attributes of a function stay its own: nnxlib keeps programs there, which belong to one function."""
+
+    def f(x, *, y=1):
+        return x
+
+    f.public, f._private, f.lower = 1, 2, 3
+    for made in nnx.vmap(f), nnx.jit(f):
+        assert str(inspect.signature(made)) == "(x, *, y=1)"
+        assert made.public == 1
+        assert not hasattr(made, "_private")
+    assert isinstance(made.lower, types.MethodType)
