@@ -36,6 +36,7 @@ class Jitted:
     """Base class of what ``nnx.jit`` returns, whose ``__wrapped__`` is the function; see :func:`is_jitted`."""
 
     __wrapped__: Callable
+    eval_shape: Callable[..., Any]
 
 
 def is_jitted(x: Any) -> bool:

@@ -19,6 +19,7 @@ from ..core.escapes import without_escapes
 from ..core.graph import Delta, Packed, build, commit, diff, pack
 from ..core.identity import Identified
 from ..core.inputs import lend
+from ..core.look_ups import Jitted
 from ..core.packing import pack_live
 from ..core.placement import devices_at_hand, on_devices, using_eager_sharding
 from ..core.references import search
@@ -54,6 +55,8 @@ def eval_shape(f: Callable[..., R], *args: Any, **kwargs: Any) -> R:
     >>> nnx.eval_shape(lambda x: norm(x).reshape(4, -1), jax.ShapeDtypeStruct((8, 3), 'float32')).shape
     (4, 6)
     """
+    if isinstance(f, Jitted):  # which may have shardings for the output
+        return f.eval_shape(*args, **kwargs)
     function, bound, bound_kwargs = resolve(f)
     return eval_packed(function, pack_live(Arguments((*bound, *args), {**bound_kwargs, **kwargs})))
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from ..core.errors import OUTPUT, ArgumentError, BodyError, UsageError, describe, format_path, listed
 from ..core.graph import After, Delta
 from ..core.layout import Layout
+from ..core.missing import MISSING, is_missing
 from ..core.packing import pack_live
 from ..core.recordings import fill_up
 from ..core.rows import ROOT, NodeRow, Owner, count_leaves, touched_rows
@@ -32,7 +33,9 @@ R = TypeVar("R")
 
 
 @boundary
-def cond(pred: Any, true_fun: Callable[..., R], false_fun: Callable[..., R], *operands: Any) -> R:
+def cond(
+    pred: Any, true_fun: Callable[..., R], false_fun: Callable[..., R], *operands: Any, operand: Any = MISSING
+) -> R:
     """Apply ``true_fun`` or ``false_fun`` to the operands; ``jax.lax.cond`` with state.
 
     Args:
@@ -40,6 +43,7 @@ def cond(pred: Any, true_fun: Callable[..., R], false_fun: Callable[..., R], *op
       true_fun: applied if it is true. What it changes in the operands appears on the objects that were passed in.
       false_fun: applied if not; its output must have the same structure.
       *operands: arrays and Modules.
+      operand: a single one by name, as in ``jax.lax.cond``.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> counter = nnx.Variable(jnp.array(0))
@@ -55,11 +59,11 @@ def cond(pred: Any, true_fun: Callable[..., R], false_fun: Callable[..., R], *op
     number = as_scalar(pred, "The predicate of nnx.cond")
     if not any(jnp.issubdtype(number.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
         raise ArgumentError(f"The predicate of nnx.cond must be a boolean or a real number, got {describe(number)}.")
-    return _apply_one(jnp.asarray(number, bool), (false_fun, true_fun), operands)
+    return _apply_one(jnp.asarray(number, bool), (false_fun, true_fun), _all_operands(operands, operand))
 
 
 @boundary
-def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> R:
+def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any, operand: Any = MISSING) -> R:
     """Apply the function number ``index`` to the operands; ``jax.lax.switch`` with state.
 
     Args:
@@ -67,6 +71,7 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
       branches: functions of the operands; their outputs must have the same structure. Each may change values of its
         own choice; a structural change must be the same in all.
       *operands: arrays and Modules.
+      operand: a single one by name, as in ``jax.lax.switch``.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> nnx.switch(1, [lambda x: x + 1, lambda x: x * 10], jnp.array(2.0)).item()
@@ -86,7 +91,15 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
     number = as_scalar(index, "The index of nnx.switch")
     if not jnp.issubdtype(number.dtype, jnp.integer):
         raise ArgumentError(f"The index of nnx.switch must be an integer, got {describe(number)}.")
-    return _apply_one(number, branches, operands)
+    return _apply_one(number, branches, _all_operands(operands, operand))
+
+
+def _all_operands(operands: tuple, operand: Any) -> tuple:
+    if is_missing(operand):
+        return operands
+    if operands:
+        raise ArgumentError("Pass operands by position, or a single one by its name, operand=..., but not both.")
+    return (operand,)
 
 
 def _apply_one(number: jax.Array, branches: Sequence[Callable[..., R]], operands: Sequence[Any]) -> R:

@@ -332,7 +332,9 @@ class JitWrapped(Jitted, Generic[P, R]):
         return self._with_plan(make, captures, *bound, captures.now(), True)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> R:
-        """Return the output with abstract arrays; changes nothing."""
+        """Return the output with abstract arrays, and the shardings that ``out_shardings`` gives; changes nothing."""
+        if self._out_shardings is not None:
+            return self.trace(*args, **kwargs).out_info
         return eval_packed(self._function, pack(Arguments(*self._bind(args, kwargs))))
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from ..core.errors import ArgumentError, listed
-from ..core.graph import Packed, pack
+from ..core.graph import Packed, build, pack
 from ..core.graphdef import differences_listed
 from ..core.tracing import at_top_level
 from .dispatch import Dispatch, Miss
@@ -23,7 +23,7 @@ from .plan import Compiled, Plan
 _OTHER_STRUCTURE = "The arguments differ in structure from those it was compiled for:"
 _WITHOUT_STATIC = "A compiled function is called without its static arguments."
 _OF_ARGUMENTS = ("args_info", "in_avals", "input_formats", "input_shardings")
-_OF_OUTPUT = ("out_info", "output_formats", "output_shardings")
+_OF_OUTPUT = ("output_formats", "output_shardings")
 _COMPILE_AGAIN = "Call the jitted function itself, which is compiled again where it has to be, or `lower` it for these."
 
 
@@ -32,8 +32,8 @@ class Stage:
 
     JAX has made the ``stage`` from ``traced``, a compiled function of the plan. ``arguments`` completes the arguments
     of a call as they are packed: by the static ones, and by what is captured. ``in_tree`` is the structure of those of
-    JAX's function, ``(args, kwargs)``, if it takes only arrays. Then its attributes are pytrees like the arguments and
-    the output; else they are flat, as the function is that JAX compiles.
+    JAX's function, ``(args, kwargs)``, if it takes only arrays. Then all attributes are pytrees like the arguments and
+    the output; else all but ``out_info`` are flat, as the function is that JAX compiles.
     """
 
     def __init__(
@@ -107,9 +107,19 @@ class Stage:
             return self._output(found)
         return self._out_tree(found) if name == "out_tree" else found
 
+    @property
+    def out_info(self) -> Any:
+        """The output with abstract arrays, which have the shardings that were asked for; Modules in it are new ones."""
+        return self._output(self._stage.out_info)
+
     def _output(self, returned: Any) -> Any:
         """The output, with what is given for each array that the compiled function returns."""
-        return finish(Packed(self._plan.crossing.layout, [], []), self._compiled.unpacked(returned))
+        layout, literals = self._plan.crossing.layout, self._plan.crossing.literals
+        leaves = [literals.get(k) for k in range(len(layout.leaf_paths))]
+        for k, info in zip(self._compiled.inputs, self._stage.args_info[0], strict=True):
+            leaves[k] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), info)
+        _, shells = build(layout, leaves)
+        return finish(Packed(layout, leaves, shells), self._compiled.unpacked(returned))
 
     def _out_tree(self, flat: Any) -> Any:
         """The structure of the output, if it has the arrays in the order in which JAX returns them."""

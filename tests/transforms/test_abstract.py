@@ -250,3 +250,31 @@ def test_an_output_with_objects_of_the_arguments_and_new_ones_keeps_what_they_sh
     assert out["a"] is not model
     assert not hasattr(model, "extra")
     assert out["a"].extra.value == SPEC
+
+
+def test_a_jitted_function_gives_shapes_with_its_out_shardings():
+    """As in JAX: a checkpoint that is restored into the shapes is then where the function would put it."""
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    by_type = nnx.StateSharding({nnx.Param: place, ...: None})
+    jitted = nnx.jit(lambda rngs: nnx.BatchNorm(3, rngs=rngs), out_shardings=by_type)
+    for norm in nnx.eval_shape(jitted, nnx.Rngs(0)), jitted.eval_shape(nnx.Rngs(0)):
+        assert norm.scale.value == jax.ShapeDtypeStruct((3,), jnp.float32, sharding=place)
+        assert norm.mean.value == jax.ShapeDtypeStruct((3,), jnp.float32)
+
+
+def test_the_out_info_of_a_stage_is_the_output():
+    """With new Modules in place of those that were passed in, as they are after the call."""
+
+    def step(model, x):
+        out = model(x)
+        model.scale.value = jnp.ones((3, 2))
+        return model, out, model
+
+    model = nnx.RMSNorm(2, rngs=nnx.Rngs(0))
+    kernel = model.scale.value
+    traced = nnx.jit(step).trace(model, jnp.ones((3, 2)))
+    for stage in traced, traced.lower(), traced.lower().compile():
+        new, out, same = stage.out_info
+        assert new is same is not model
+        assert new.scale.shape == out.shape == (3, 2)
+    assert model.scale.value is kernel

@@ -42,6 +42,10 @@ def linearized(transforms, f, x, *tangents):
     return out, push(*tangents)
 
 
+def of_lax(transforms):
+    return jax.lax if transforms is jax else transforms
+
+
 def compiled(transforms):
     step = transforms.jit(lambda d, n, *, by: {"a": d["q"] * by * n, "b": (d["q"], None)}, static_argnums=1)
     return step.lower({"q": X}, 2, by=3.0)
@@ -82,6 +86,9 @@ EXPRESSIONS = {
             with_backward(t, jnp.sin, lambda x: (jnp.sin(x), x), lambda x, g: (g * x,), {"optimize_remat": True})
         )
     )(2.0),
+    "cond, an operand by name": lambda t: of_lax(t).cond(True, lambda x: 2 * x, lambda x: x, operand=X),
+    "cond, None by name": lambda t: of_lax(t).cond(False, lambda _: X, lambda _: 2 * X, operand=None),
+    "switch, an operand by name": lambda t: of_lax(t).switch(1, [lambda x: x, lambda x: 2 * x], operand=X),
     "export": lambda t: exported(t, {"q": X}, 2.0),
     "export, by name": lambda t: exported(t, {"q": X}, y=2.0),
     "attributes": lambda t: [(w.__wrapped__.__name__, w.kept) for w in (getattr(t, n)(kept) for n in TRANSFORMS)],
@@ -146,6 +153,7 @@ WRONG = {
     "complex": lambda t: t.vjp(jnp.sin, 2.0)[1](1j),
     "no such argument": lambda t: t.grad(jnp.sin, argnums=1)(2.0),
     "in_axes that are none": lambda t: t.vmap(jnp.sin, in_axes="a"),
+    "operands by position and by name": lambda t: of_lax(t).cond(True, lambda x: x, lambda x: x, X, operand=X),
     "a static array": lambda t: t.jit(lambda x: x, static_argnums=0)(X),
     "static and donated": lambda t: t.jit(lambda x: x, static_argnums=0, donate_argnums=0),
     "static and donated, by name": lambda t: t.jit(lambda x: x, static_argnums=0, donate_argnames="x"),
