@@ -62,10 +62,10 @@ def _lifting_classes(default: tuple[str, ...], transform: Callable[Concatenate[A
     @boundary
     @functools.wraps(transform)
     def wrapper(*args: Any, methods: Methods | None = None, **options: Any) -> Any:
-        if len(args) > by_position:
-            named = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY and p.name[0] != "_"]
+        if len(args) > by_position or any(map(is_data, args[1:])):
+            options_of = [p.name for p in parameters.values() if p.name not in (name, "options") and p.name[0] != "_"]
             call = f"nnx.{transform.__name__}({name})"
-            raise ArgumentError(_CALLED.format(made=call, options=", ".join(named)))
+            raise ArgumentError(_CALLED.format(made=call, options=", ".join(options_of)))
         f = args[0] if args else options.pop(name, MISSING)
         given = {**dict(zip(list(parameters)[1:], args[1:], strict=False)), **options}
         if is_missing(f):  # to be used as a decorator
@@ -94,7 +94,7 @@ def _lifting_classes(default: tuple[str, ...], transform: Callable[Concatenate[A
 
 
 _CALLED = """\
-{made} returns a function, which takes the arguments: write {made}(*args). Options are given by name: {options}."""
+{made} returns a function, which takes the arguments: write {made}(*args). Its options, by name: {options}."""
 
 
 def _with_methods(doc: str | None) -> str | None:

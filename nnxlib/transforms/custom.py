@@ -53,7 +53,7 @@ from .tangents import (
 
 @boundary
 def custom_vjp(
-    fun: Callable = MISSING, *, nondiff_argnums: Argnums = (), nondiff_argnames: str | Iterable[str] = ()
+    fun: Callable = MISSING, nondiff_argnums: Argnums = (), nondiff_argnames: str | Iterable[str] = ()
 ) -> Any:
     """Give a function its own rule for gradients; ``jax.custom_vjp`` with state.
 
@@ -99,7 +99,7 @@ def custom_vjp(
 
 @boundary
 def custom_jvp(
-    fun: Callable = MISSING, *, nondiff_argnums: Argnums = (), nondiff_argnames: str | Iterable[str] = ()
+    fun: Callable = MISSING, nondiff_argnums: Argnums = (), nondiff_argnames: str | Iterable[str] = ()
 ) -> Any:
     """Give a function its own rule for tangents; ``jax.custom_jvp`` with state.
 

@@ -20,7 +20,7 @@ from .signatures import as_operator
 @as_operator
 @lifts_classes()
 def make_jaxpr(
-    f: Callable = MISSING, *, static_argnums: int | Sequence[int] = (), return_shape: bool = False, **options: Any
+    f: Callable = MISSING, static_argnums: int | Sequence[int] = (), *, return_shape: bool = False, **options: Any
 ) -> Callable:
     """Return a function that returns the jaxpr of ``f``; ``jax.make_jaxpr`` for Modules.
 

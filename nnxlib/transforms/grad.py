@@ -34,7 +34,6 @@ from .tangents import PARAMS, Argnums, Tangents, by_argument, check_differentiab
 @lifts_classes()
 def grad(
     f: Callable = MISSING,
-    *,
     argnums: Argnums = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
@@ -57,7 +56,6 @@ def grad(
 @lifts_classes()
 def value_and_grad(
     f: Callable = MISSING,
-    *,
     argnums: Argnums = 0,
     has_aux: bool = False,
     holomorphic: bool = False,

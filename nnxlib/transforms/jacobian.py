@@ -25,9 +25,7 @@ from .vjp import Derivation
 
 @as_operator
 @lifts_classes()
-def jacfwd(
-    f: Callable = MISSING, *, argnums: Argnums = 0, has_aux: bool = False, holomorphic: bool = False
-) -> Callable:
+def jacfwd(f: Callable = MISSING, argnums: Argnums = 0, has_aux: bool = False, holomorphic: bool = False) -> Callable:
     """Return the Jacobian of ``f``, computed column by column; ``jax.jacfwd`` with state. Best for few inputs.
 
     Args:
@@ -57,7 +55,6 @@ def jacfwd(
 @lifts_classes()
 def jacrev(
     f: Callable = MISSING,
-    *,
     argnums: Argnums = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
@@ -82,9 +79,7 @@ def jacrev(
 
 @as_operator
 @lifts_classes()
-def hessian(
-    f: Callable = MISSING, *, argnums: Argnums = 0, has_aux: bool = False, holomorphic: bool = False
-) -> Callable:
+def hessian(f: Callable = MISSING, argnums: Argnums = 0, has_aux: bool = False, holomorphic: bool = False) -> Callable:
     """Return the matrix of second derivatives of ``f``; ``jax.hessian`` with state.
 
     Args:

@@ -28,12 +28,12 @@ from .program import Program, program_of, watched, weakly
 @lifts_classes()
 def vmap(
     f: Callable = MISSING,
-    *,
     in_axes: int | Sequence[Any] | None = 0,
     out_axes: Any = 0,
     axis_name: Hashable | None = None,
     axis_size: int | None = None,
     spmd_axis_name: Hashable | tuple[Hashable, ...] | None = None,
+    *,
     transform_metadata: Mapping[str, Any] = NO_AXIS_NAMES,
 ) -> Callable:
     """Map a function over an axis of its arguments, Modules among them; ``jax.vmap`` with state.
@@ -82,8 +82,8 @@ def vmap(
 @lifts_classes()
 def pmap(
     f: Callable = MISSING,
-    *,
     axis_name: Hashable | None = None,
+    *,
     in_axes: Any = 0,
     out_axes: Any = 0,
     devices: Sequence[Any] | None = None,

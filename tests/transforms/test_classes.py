@@ -258,5 +258,5 @@ def test_methods_are_documented(name):
 @pytest.mark.parametrize("name", ["grad", "jit", "remat", "scan", "vmap"])
 def test_arguments_beside_the_function_are_told_where_they_go(name):
     """As in jax.lax.scan(f, init, xs)."""
-    with pytest.raises(errors.ArgumentError, match=rf"nnx.{name}\(\w+\) returns a function, .*given by name: \w+, "):
+    with pytest.raises(errors.ArgumentError, match=rf"nnx.{name}\(\w+\) returns a function, .*options, by name: \w+, "):
         getattr(nnx, name)(lambda layer, x: layer(x), Layer(), X)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
+from nnxlib.core import errors
 
 X = jnp.array([1.0, 2.0])
 ZERO = np.zeros((), jax.dtypes.float0)
@@ -19,7 +20,7 @@ def both(x):
 
 
 def with_rule(transforms, f, rule, **options):
-    made = transforms.custom_jvp(f, **options)
+    made = (transforms if callable(transforms) else transforms.custom_jvp)(f, **options)
     made.defjvp(rule)
     return made
 
@@ -86,6 +87,17 @@ EXPRESSIONS = {
             with_backward(t, jnp.sin, lambda x: (jnp.sin(x), x), lambda x, g: (g * x,), {"optimize_remat": True})
         )
     )(2.0),
+    "options of grad by position": lambda t: t.grad(lambda x, y: (x * y * y, 3), (0, 1), True)(2.0, 3.0),
+    "options of value_and_grad by position": lambda t: t.value_and_grad(lambda x, y: x * y, 1)(2.0, 3.0),
+    "options of vmap by position": lambda t: t.vmap(lambda x, y: (x * y, x), (0, None), (1, 0))(X, X),
+    "options of jacfwd by position": lambda t: t.jacfwd(lambda x, y: x * y, 1)(X, X),
+    "options of jacrev by position": lambda t: t.jacrev(lambda x, y: x * y, (0, 1))(X, X),
+    "options of hessian by position": lambda t: t.hessian(lambda x, y: (x * y * y).sum(), 1)(X, X),
+    "options of make_jaxpr by position": lambda t: str(t.make_jaxpr(lambda x, n: x * n, 1)(X, 2)),
+    "options of custom_jvp by position": lambda t: t.grad(
+        with_rule(lambda f: t.custom_jvp(f, (1,)), lambda x, n: x, lambda n, p, dots: (p[0], dots[0] * n))
+    )(2.0, 3),
+    "options of pmap by position": lambda t: t.pmap(lambda x: jax.lax.psum(x, "i"), "i")(X[:1]),
     "cond, an operand by name": lambda t: of_lax(t).cond(True, lambda x: 2 * x, lambda x: x, operand=X),
     "cond, None by name": lambda t: of_lax(t).cond(False, lambda _: X, lambda _: 2 * X, operand=None),
     "switch, an operand by name": lambda t: of_lax(t).switch(1, [lambda x: x, lambda x: 2 * x], operand=X),
@@ -178,6 +190,16 @@ def test_a_gradient_given_for_integers_is_ignored():
     assert pull(zeros(out))[0].tolist() == [0, 0]
     counter = nnx.vjp(lambda x: nnx.Dict(x=nnx.Param(x), calls=nnx.Variable(jnp.array(0))), X)
     assert counter[1](zeros(nnx.state(counter[0])))[0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "argument", [X, np.ones(2), nnx.Dict(x=nnx.Param(X)), {"a": X}], ids=["jax", "numpy", "node", "dict"]
+)
+def test_an_argument_of_the_function_in_place_of_an_option(argument):
+    """It is refused at once."""
+    for transform in nnx.grad, nnx.vmap, nnx.jit, nnx.jacfwd:
+        with pytest.raises(errors.ArgumentError, match=r"returns a function, which takes the arguments: write nnx\."):
+            transform(lambda x: x, argument)
 
 
 @pytest.mark.parametrize("kind", ["custom_jvp", "custom_vjp"])
