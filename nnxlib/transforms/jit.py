@@ -32,7 +32,7 @@ from ..core.missing import MISSING
 from ..core.pickling import global_name
 from ..core.recordings import give_on, with_carrier
 from ..core.static import StaticArgument
-from ..core.tracing import EAGER, at_top_level, hide_frames, running_trace
+from ..core.tracing import EAGER, at_top_level, boundary, hide_frames, running_trace
 from .abstract import eval_packed
 from .buffers import note_buffers
 from .callables import check_options, resolve
@@ -290,6 +290,7 @@ class JitWrapped(Jitted, Generic[P, R]):
 
     # --- ahead of time ---
 
+    @boundary
     def lower(self, *args: Any, **kwargs: Any) -> Stage:
         """Trace and lower for these arguments, or abstract arrays.
 
@@ -303,6 +304,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         """
         return self._stage("lower", args, kwargs)
 
+    @boundary
     def trace(self, *args: Any, **kwargs: Any) -> Stage:
         """Trace for these arguments; has the ``jaxpr``, and ``.lower()``."""
         return self._stage("trace", args, kwargs)
@@ -331,6 +333,7 @@ class JitWrapped(Jitted, Generic[P, R]):
 
         return self._with_plan(make, captures, *bound, captures.now(), True)
 
+    @boundary
     def eval_shape(self, *args: Any, **kwargs: Any) -> R:
         """Return the output with abstract arrays, and the shardings that ``out_shardings`` gives; changes nothing."""
         if self._out_shardings is not None:

@@ -249,6 +249,12 @@ def test_frames_of_the_library_are_hidden_in_constructors_and_helpers(name):
     assert not [file for file in files(error) if file.startswith(LIBRARY)]
 
 
+@pytest.mark.parametrize("name", ["lower", "trace", "eval_shape"])
+def test_frames_of_the_library_are_hidden_ahead_of_time(name):
+    error = raised(getattr(nnx.jit(forward), name), Failing(), nnx.Dict(), X)
+    assert not [file for file in files(error) if file.startswith(LIBRARY)]
+
+
 def test_constructors_keep_their_signature():
     assert list(inspect.signature(nnx.Linear).parameters)[:3] == ["in_features", "out_features", "use_bias"]
     with pytest.raises(TypeError, match=r"Linear\.__init__\(\) missing 1 required keyword-only argument: 'rngs'"):
