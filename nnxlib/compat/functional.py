@@ -220,7 +220,7 @@ def custom_vjp(fun: Callable, *, nondiff_argnums: Argnums = ()) -> CustomVjp:
 class _CustomVjp(CustomVjp):
     """One whose rule gets the gradient of the output; and the gradients of what has changed, if it takes them."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         _refuse_shared("custom_vjp", {"args": args, "kwargs": kwargs})
         return super().__call__(*args, **kwargs)
 

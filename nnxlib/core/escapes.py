@@ -46,7 +46,7 @@ class Ended:
     def __init__(self, message: str):
         self.message = message
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         raise TraceContextError(self.message)
 
     def __getattr__(self, name: str) -> Any:

@@ -442,7 +442,7 @@ class Sequential(Module):
     def __init__(self, *fns: Callable[..., Any]):
         self.layers = List(fns)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if not self.layers:
             return args[0] if len(args) == 1 else args or kwargs or None
         output: Any = args

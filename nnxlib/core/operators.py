@@ -107,7 +107,7 @@ class ArrayOperators(Generic[A]):
         del value[key]
         self.set_raw_value(value)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         value: Any = self.get_value()
         if not callable(value):
             name, found = type(self).__name__, errors.describe(value)

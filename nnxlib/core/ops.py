@@ -557,7 +557,7 @@ class CallProxy:
     def __getitem__(self, key: Any) -> CallProxy:
         return type(self)(self._make, lambda node: self._find(node)[key])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[GraphDef, Any]]:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, tuple[GraphDef, Any]]:
         node = self._make()
         out = self._find(node)(*args, **kwargs)
         graphdef, state = self._split(node)

@@ -141,7 +141,7 @@ class _Custom:
         self._chosen = [*choices(nondiff_argnums), *by_name.among(len(parameters_of(self._function)))]
 
     @boundary
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function; under differentiation, its rule."""
         return self._call(self._positional(args, kwargs))
 

@@ -163,7 +163,7 @@ class JitWrapped(Jitted, Generic[P, R]):
 
     # --- calling ---
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         self._traces.calls += 1
         captures = self._captures
         try:
@@ -291,7 +291,7 @@ class JitWrapped(Jitted, Generic[P, R]):
     # --- ahead of time ---
 
     @boundary
-    def lower(self, *args: Any, **kwargs: Any) -> Stage:
+    def lower(self, /, *args: Any, **kwargs: Any) -> Stage:
         """Trace and lower for these arguments, or abstract arrays.
 
         What ``.compile()`` returns is called without the static arguments, as in JAX.
@@ -305,7 +305,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         return self._stage("lower", args, kwargs)
 
     @boundary
-    def trace(self, *args: Any, **kwargs: Any) -> Stage:
+    def trace(self, /, *args: Any, **kwargs: Any) -> Stage:
         """Trace for these arguments; has the ``jaxpr``, and ``.lower()``."""
         return self._stage("trace", args, kwargs)
 
@@ -334,7 +334,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         return self._with_plan(make, captures, *bound, captures.now(), True)
 
     @boundary
-    def eval_shape(self, *args: Any, **kwargs: Any) -> R:
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> R:
         """Return the output with abstract arrays, and the shardings that ``out_shardings`` gives; changes nothing."""
         if self._out_shardings is not None:
             return self.trace(*args, **kwargs).out_info

@@ -50,15 +50,15 @@ class JitPartial(functools.partial):
     def __signature__(self) -> inspect.Signature:
         return signature_of(functools.partial(self.func, *self.args, **self.keywords))
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """Trace and lower for these further arguments; what is compiled takes further arguments, too."""
         return self.func._stage("lower", (*self.args, *args), kwargs, len(self.args))
 
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
+    def trace(self, /, *args: Any, **kwargs: Any) -> Any:
         """Trace for these further arguments."""
         return self.func._stage("trace", (*self.args, *args), kwargs, len(self.args))
 
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Return the output for these further arguments with abstract arrays; changes nothing."""
         return self.func.eval_shape(*self.args, *args, **kwargs)
 

@@ -159,7 +159,7 @@ class WeakFunction:
     def __init__(self, function: Any):
         self._reference, self._hash = weakref.ref(function), hash(function)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs)
 
     @property

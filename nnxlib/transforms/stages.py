@@ -50,7 +50,7 @@ class Stage:
         self._compiled.jitted, self._plan.compiled = stage, self._compiled
         self._dispatch = Dispatch(has_static, enabled=True)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Stage:
+    def lower(self, /, *args: Any, **kwargs: Any) -> Stage:
         return self._next(self._stage.lower(*args, **kwargs))
 
     def compile(self, *args: Any, **kwargs: Any) -> Stage:
@@ -59,7 +59,7 @@ class Stage:
     def _next(self, stage: Any) -> Stage:
         return Stage(stage, self._arguments, self._plan, self._compiled, self._has_static, self._in_tree)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled function.
 
         Raises:

@@ -65,7 +65,7 @@ class Derivation:
         found = Tangents.of_leaves(primal.layout, primal.leaves)
         return found.take(primal.leaves), (after.leaves, Outcome(after.delta), found)
 
-    def _run(self, *args: Any, **kwargs: Any) -> tuple[Packed, Any]:
+    def _run(self, /, *args: Any, **kwargs: Any) -> tuple[Packed, Any]:
         out = self.function(*args, **kwargs)
         return pack({OUTPUT: split_aux(out)[0] if self.has_aux else out}), out
 

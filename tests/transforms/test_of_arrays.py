@@ -215,6 +215,23 @@ def test_an_error_in_a_function_with_a_rule_names_that_function(kind):
         jax.jit(made)(2.0)
 
 
+def test_any_name_of_an_argument():
+    """Also one that a function of nnxlib has for an argument of its own."""
+    f = lambda self, f, fun, args, kwargs: self * f * fun * args * kwargs
+    named = dict.fromkeys(["self", "f", "fun", "args", "kwargs"], X)
+    transforms = (
+        nnx.jit,
+        nnx.vmap,
+        nnx.remat,
+        nnx.named_call,
+        nnx.lift(jax.jit),
+        lambda f: nnx.jit(f).lower(**named).compile(),
+    )
+    for transform in transforms:
+        assert transform(f)(**named).tolist() == [1, 32]
+    assert nnx.jit(f).eval_shape(**named) == nnx.jit(f).trace(**named).out_info
+
+
 def test_signature_and_attributes_of_wrapped_functions():
     """Private attributes of a function stay its own: nnxlib keeps programs there, which belong to one function."""
 
