@@ -43,10 +43,13 @@ class Derivation:
     def choose(self, chosen: Sequence[int | DiffState], default: PrefixMapping = INEXACT) -> tuple[int, ...]:
         """Fix what is differentiated; returns the positions of the chosen arguments."""
         filters = by_argument(chosen, len(self.args) - self.shift, self.shift)
-        lane_of = differentiated(self.packed, self.args, filters, default)
-        taken = [x if lane == 0 else None for x, lane in zip(self.packed.leaves, lane_of, strict=True)]
-        check_traceable(self.packed.layout, taken)
-        self.choose_lanes(lane_of)
+        layout, leaves = self.packed.layout, self.packed.leaves
+        taken = [
+            x if path[0] == "args" and path[1] in filters else None
+            for path, x in zip(layout.leaf_paths, leaves, strict=True)
+        ]
+        check_traceable(layout, taken)  # other arguments may be anything, as in a closure
+        self.choose_lanes(differentiated(self.packed, self.args, filters, default))
         return tuple(filters)
 
     def choose_lanes(self, lane_of: tuple[int, ...]) -> None:
