@@ -53,7 +53,7 @@ class LiveTable:
     until_check: int  # how many uses are left up to that one
     serial: int  # unique, never reused
     sharing: dict[tuple[int, ...], Any]  # by the serials of several tables: what their objects share, see packing.py
-    shortcuts: dict[Any, Any]  # by the CallSite: the cells that a call reads and writes, see dispatch.py
+    shortcuts: dict[Any, Any]  # what a call reads and writes, by its CallSite or Shortcut, see dispatch.py
     variant: Variant | None  # the present one; None until the table is patched
     variants: list[Variant]  # all of them
 

@@ -125,9 +125,3 @@ def _is_leaf(x: Any) -> bool:
         LEAF_TYPES.add(type(x))
         return True
     return jtu.all_leaves([x]) and not isinstance(x, types.MethodType)  # a method may be bound to a Module
-
-
-def objects_in(roots: Sequence[Any], tables: Tables) -> list[Any]:
-    """All objects of a call, by row."""
-    found = [table.objects_with(root) for root, table in zip(roots, tables, strict=True)]
-    return found[0] if len(found) == 1 else list({id(y): y for objects in found for y in objects}.values())

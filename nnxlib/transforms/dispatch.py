@@ -6,10 +6,10 @@ Calls with equal *keys* have the same plan; a key has the signature of the call 
 - By its key it finds a :class:`CacheEntry`: the plan, and the numbers of the cells that the compiled function reads and
   writes. The entry refers to no object, so it serves all objects of these layouts.
 - For the very objects of an earlier call not even this key is needed. A :class:`Shortcut` has the entry, and the table
-  of each of these objects has a :class:`Part` of the shortcut: the cells themselves, under a :class:`CallSite`, which
-  stands for the signature. (Compilers call this an inline cache; ``stamp.valid`` is its guard.) Shortcuts are only for
-  calls that change nothing but values of Variables, and only if no pytree in an attribute holds arrays. Calls without
-  objects need no guard but the types of the leaves.
+  of each of these objects has a :class:`Part` of the shortcut: the cells themselves. The first object has it under a
+  :class:`CallSite`, which stands for the signature, and the others under the shortcut. (Compilers call this an inline
+  cache; ``stamp.valid`` is its guard.) Shortcuts are only for calls that change nothing but values of Variables, and
+  only if no pytree in an attribute holds arrays. Calls without objects need no guard but the types of the leaves.
 
 A call that has no entry either is packed (jit.py), and an entry is added; a call that uses an entry adds a shortcut.
 Only the loops over cells take time in proportion to a size: to what the function touches, not to the model.
@@ -37,7 +37,7 @@ from ..core.patching import patched
 from ..core.rows import LEAF, Ref, Spec, Tree, parts, value_of
 from ..core.stamps import stamping
 from ..core.static import StaticArgument
-from .call_keys import LEAF_TYPES, KnownCall, flatten_containers, flatten_pytrees, known_call, objects_in, unfolded
+from .call_keys import LEAF_TYPES, KnownCall, flatten_containers, flatten_pytrees, known_call, unfolded
 from .labels import join_lanes
 from .leaf_checks import check_traceable
 from .lift import Arguments, Outcome, Returned
@@ -101,8 +101,8 @@ class Dispatch:
                 returned = compiled.jitted(*leaves)
                 return output(returned) if type(returned) is not WithOutcome else entry.finish((), (), returned)
             # The shortcut, written out for the first object: a function or a loop would take another 0.05 us each.
-            first, others, plain, alone = site.arrangement
             try:
+                first = site.first
                 table = leaves[first]._nnx_table
                 if table.until_check < 2 or not (table.stamp.valid or patched(table, leaves[first])):
                     raise LookupError
@@ -113,6 +113,7 @@ class Dispatch:
                 if part.index != first:
                     raise LookupError
                 table.until_check -= 1
+                others, plain, alone = shortcut.arrangement
                 if not alone or compiled.donates:  # else `part.read` takes the inputs itself
                     inputs = [cell.value for cell in part.inputs]
                     arrays = part.arrays
@@ -120,8 +121,8 @@ class Dispatch:
                         table = leaves[index]._nnx_table
                         if table.until_check < 2 or not (table.stamp.valid or patched(table, leaves[index])):
                             raise LookupError
-                        part = table.shortcuts[site]
-                        if part.index != index or part.shortcut is not shortcut:
+                        part = table.shortcuts[shortcut]
+                        if part.index != index:
                             raise LookupError
                         table.until_check -= 1
                         inputs += [cell.value for cell in part.inputs]
@@ -142,7 +143,7 @@ class Dispatch:
                 else:
                     returned = part.read(jitted) if alone else jitted(*inputs)
                 if type(returned) is WithOutcome:  # one that is not the usual one
-                    return shortcut.finish(leaves, site.arrangement, returned)
+                    return shortcut.finish(leaves, first, returned)
                 # What it changed is written last, after everything that can fail.
                 out = shortcut.output(returned)
                 if others:
@@ -155,9 +156,8 @@ class Dispatch:
             if returned is None:
                 _refuse(error, Arguments(args, kwargs, captured), token)
             elif compiled.donates:  # an interrupt, or an output that was refused: the arrays that went in are gone
-                assert site is not None
                 with contextlib.suppress(Exception):
-                    shortcut.finish(leaves, site.arrangement, compiled.without_output(returned))
+                    shortcut.finish(leaves, first, compiled.without_output(returned))
             raise
 
     def _call_entry(self, leaves: Sequence[Any], signature: Hashable, captured: tuple, token: object) -> Any:
@@ -256,7 +256,7 @@ _MANY = 64  # leaves: to describe so many Variables takes no longer than to look
 class CacheEntry:
     """Serves the calls of one key: one signature, objects of certain layouts, and what these share."""
 
-    __slots__ = ("__weakref__", "_arrays", "_cells", "_met", "_reads", "_writes", "plan", "pure")
+    __slots__ = ("__weakref__", "_arrays", "_cells", "_met", "_reads", "_shared", "_writes", "plan", "pure")
 
     def __init__(self, plan: Plan, found: KnownCall):
         whole = [Sharing((), range(len(table.cells)), range(len(table.array_rows))) for table in found.tables]
@@ -264,6 +264,8 @@ class CacheEntry:
         # (the number of a table, the number there) of the cell of each Variable in the plan's layout; of each array.
         self._cells = [(k, j) for k, own in enumerate(found.sharing or whole) for j in own.cells]
         self._arrays = [(k, j) for k, own in enumerate(found.sharing or whole) for j in own.arrays]
+        # For each table, the rows of objects that it shares with those before it; empty if none does.
+        self._shared = [{row for row, _ in own.shared} for own in found.sharing]
         self._reads: _Reads | None = None  # of the plan's compiled function
         self._writes: dict[Outcome, _Writes] = {}
         self._met: Callable[[], Any] = lambda: None  # the first of the grouped Variables in the last call
@@ -315,16 +317,24 @@ class CacheEntry:
         groups, outcome = returned
         values = join_lanes(groups, outcome.lane_of)
         if outcome.delta.rows:
-            return commit(self.plan.crossing.layout, outcome.delta, values, objects_in(roots, tables))
+            return commit(self.plan.crossing.layout, outcome.delta, values, self._objects_in(roots, tables))
         writes = self._writes_of(outcome)
         if outcome.returns_objects:
             start = len(outcome.delta.values)
-            out = value_of(outcome.delta.root, objects_in(roots, tables), iter(values[start:]))
+            out = value_of(outcome.delta.root, self._objects_in(roots, tables), iter(values[start:]))
         else:
             out = writes.output(values)
         if writes.cells:  # last, after everything that can fail
             write_cells(_cells_at(writes.cells, tables), values)
         return out
+
+    def _objects_in(self, roots: Sequence[Any], tables: Tables) -> list[Any]:
+        """All objects of a call, by row: those of the first table, and what is not shared of each other one."""
+        found = [table.objects_with(root) for root, table in zip(roots, tables, strict=True)]
+        if not self._shared:
+            return [*itertools.chain.from_iterable(found)]
+        rows = zip(found, self._shared, strict=True)
+        return [y for objects, shared in rows for row, y in enumerate(objects) if row not in shared]
 
     def _keep_shortcut(
         self, found: KnownCall, sites: dict[Hashable, CallSite], reads: _Reads, outcome: Outcome
@@ -343,11 +353,11 @@ class CacheEntry:
         writes = self._writes_of(outcome)
         output = writes.output
         if outcome.returns_objects:
-            output = _output_with(outcome.delta, objects_in(found.roots, found.tables))
+            output = _output_with(outcome.delta, self._objects_in(found.roots, found.tables))
         objects = [k for k, x in enumerate(found.leaves) if is_node(x)]
         plain = [k for k, x in enumerate(found.leaves) if not is_node(x)]
-        site.arrangement = objects[0], objects[1:], plain, len(found.leaves) == 1
-        shortcut = Shortcut(self, reads.compiled, output)
+        site.first = objects[0]
+        shortcut = Shortcut(self, reads.compiled, output, (objects[1:], plain, len(found.leaves) == 1))
         for index, table, inputs, arrays, outputs in zip(
             objects,
             tables,
@@ -356,7 +366,8 @@ class CacheEntry:
             _of_each_table(writes.cells, [table.cells for table in tables]),
             strict=True,
         ):
-            keep(table.shortcuts, site, Part(shortcut, index, inputs, [array[1:3] for array in arrays], outputs))
+            key = site if index == site.first else shortcut
+            keep(table.shortcuts, key, Part(shortcut, index, inputs, [array[1:3] for array in arrays], outputs))
 
     def _reads_of(self, compiled: Compiled) -> _Reads:
         both = [*self._cells, *self._arrays]
@@ -401,9 +412,9 @@ def _output_with(delta: Delta, objects: Sequence[Any]) -> Callable[[Sequence[Any
 # --- shortcuts ------------------------------------------------------------------------------------------------------
 
 
-# The numbers, among the leaves of a call, of the first object, of the other objects, and of the leaves that are no
-# objects; and whether the first object is the only leaf.
-Arrangement = tuple[int, list[int], list[int], bool]
+# The numbers, among the leaves of a call, of the objects but for the first, and of the leaves that are no objects; and
+# whether the first object is the only leaf.
+Arrangement = tuple[list[int], list[int], bool]
 
 
 class CallSite:
@@ -412,25 +423,30 @@ class CallSite:
     It refers to nothing, so a model does not keep a function alive that it was passed to.
     """
 
-    __slots__ = ("arrangement",)
+    __slots__ = ("first",)
 
     def __init__(self) -> None:
-        self.arrangement: Arrangement = (0, [], [], True)  # in the call that made the last shortcut, if any
+        self.first = 0  # the number, among the leaves, of the first object in the call that made the last shortcut
 
 
 class Shortcut:
-    """A call with certain objects, the tables of which keep a :class:`Part` each. It refers to the function weakly."""
+    """A call with certain objects, the tables of which keep a :class:`Part` each. It refers to the function weakly.
 
-    __slots__ = ("compiled", "entry", "output")
+    The others have a part for each: one optimizer may go with several models, or with one whose flag is toggled.
+    """
 
-    def __init__(self, entry: CacheEntry, compiled: Compiled, output: Callable[[Sequence[Any]], Any]):
+    __slots__ = ("arrangement", "compiled", "entry", "output")
+
+    def __init__(
+        self, entry: CacheEntry, compiled: Compiled, output: Callable[[Sequence[Any]], Any], arrangement: Arrangement
+    ):
         self.compiled: Callable[[], Any] = weakref.ref(compiled)
         self.entry: Callable[[], Any] = weakref.ref(entry)  # its plan refers to `compiled`
-        self.output = output
+        self.output, self.arrangement = output, arrangement
 
-    def finish(self, leaves: Sequence[Any], arrangement: Arrangement, returned: WithOutcome) -> Any:
+    def finish(self, leaves: Sequence[Any], first: int, returned: WithOutcome) -> Any:
         """Write what a call with these leaves has returned, if its outcome is not the usual one."""
-        roots = [leaves[k] for k in (arrangement[0], *arrangement[1])]
+        roots = [leaves[k] for k in (first, *self.arrangement[0])]
         return self.entry().finish(roots, [root._nnx_table for root in roots], returned)
 
 

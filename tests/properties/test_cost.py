@@ -179,6 +179,35 @@ def test_transforms_are_linear(name: str) -> None:
     assert_linear(lambda m: transformed(m, nnx.Dict(), X))
 
 
+STEPS: dict[str, Callable[[Any, Any], Any]] = {
+    "changes values": lambda m, optimizer: None,
+    "returns a part": lambda m, optimizer: (m.first, optimizer.step),
+    "returns a new object": lambda m, optimizer: nnx.Variable(jnp.ones(2)),
+    "returns a recording": lambda m, optimizer: (m.sow(nnx.Intermediate, "x", X), nnx.pop(m, nnx.Intermediate)),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", sorted(STEPS))
+def test_a_compiled_step_makes_no_more_calls_for_a_larger_model(name: str) -> None:
+    @nnx.jit
+    def step(m: Any, optimizer: Any) -> Any:
+        m.first.kernel += 1.0
+        optimizer.step += 1
+        return STEPS[name](m, optimizer)
+
+    counts = []
+    for size in SIZES:
+        m = Model()
+        m.parts = [nnx.Linear(2, 2, rngs=nnx.Rngs(0)) for _ in range(size)]
+        m.first = m.parts[0]
+        call = functools.partial(step, m, nnx.Optimizer(m, optax.adam(0.1), wrt=nnx.Param))
+        for _ in range(3):
+            call()
+        counts.append(min(count_calls(call, 1e6) for _ in range(3)))  # since some calls check
+    assert counts == counts[:1] * 3
+
+
 # --- freed at once --------------------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,34 @@ def test_objects_and_plain_leaves_change_places(unchecked):
         assert jax.tree.all(jax.tree.map(jnp.array_equal, [x[1].value for x in (a, b)], expected[1]))
 
 
+@pytest.mark.parametrize("positions", [*itertools.permutations(range(3))], ids=str)
+def test_an_array_comes_where_an_object_was(unchecked, positions):
+    """With a first object that had the other object beside it, in calls before those of another first object."""
+
+    def f(*args):
+        first, second, x = (args[k] for k in positions)
+        return first[0] + (second[0] * 10 if isinstance(second, nnx.List) else second) * x
+
+    a, b, other, array = net(), net(), net(), jnp.ones(2)
+    calls = [(a, other), (b, array), (a, array), (b, other), (a, other), (b, array)]
+    jitted = nnx.jit(f)
+    for first, second in [call for call in calls for _ in range(4)]:
+        args = [x for _, x in sorted(zip(positions, (first, second, 1.0), strict=True), key=lambda pair: pair[0])]
+        assert jitted(*args).tolist() == f(*args).tolist()
+
+
+def test_what_several_models_cost_that_take_turns(unchecked):
+    """With one optimizer or one set of streams for all: as much as one model."""
+    step, rngs = nnx.jit(lambda m, rngs: m[0] * rngs.uniform()), nnx.Rngs(0)
+    models = [net() for _ in range(4)]
+    counts = []
+    for chosen in (models[:1] * 4, models):
+        for _ in range(9):
+            [step(m, rngs) for m in chosen]
+        counts.append(min(count_calls(lambda: [step(m, rngs) for m in chosen]) for _ in range(4)))  # noqa: B023
+    assert counts[0] == counts[1] < 40
+
+
 def test_a_model_keeps_no_function_alive(unchecked):
     """A model that was called often knows nothing that keeps the function, or what that refers to."""
     model, seen = net(), []
