@@ -61,23 +61,26 @@ _active = _Active()
 def observed(method: Callable, name: str) -> Callable:
     """Wrap a method of a Module class.
 
-    The wrapper looks its method up, since IPython's ``%autoreload`` puts an edited one there: it updates a function in
-    place by its attributes, and cannot exchange what is in a closure.
+    IPython's ``%autoreload`` edits functions in place. It may give the wrapper the attributes of a new wrapper, so this
+    looks its method up. Or it may give it the code of the edited method, without a wrapper: then the wrapper becomes
+    this method. So it has the globals of its method, and finds what it needs of this file in its closure.
     """
+    calls = sys.modules[__name__]
 
-    @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        method, listener = wrapper.__wrapped__, _active.listener
+        method, listener = wrapper.__wrapped__, calls._active.listener  # type: ignore[attr-defined]
         if listener is not None:
-            return _follow(listener, method, name, self, args, kwargs)
+            return calls._follow(listener, method, name, self, args, kwargs)
         try:
             return method(self, *args, **kwargs)
         except Exception as error:  # costs nothing unless raised
-            _add_note_eagerly(error, self, name, args, kwargs)
-            hide_frames(error)
+            calls._add_note_eagerly(error, self, name, args, kwargs)
+            calls.hide_frames(error)
             raise
 
-    return wrapper
+    namespace = getattr(method, "__globals__", wrapper.__globals__)
+    wrapper = types.FunctionType(wrapper.__code__, namespace, name, None, wrapper.__closure__)
+    return functools.update_wrapper(wrapper, method)
 
 
 def _follow(listener: Listener, method: Callable, name: str, self: Any, args: tuple, kwargs: dict) -> Any:
@@ -108,17 +111,17 @@ _NOTHING = nullcontext()
 
 # --- calls in eager code ---------------------------------------------------------------------------------------------
 
-_CODE: Any = observed(lambda self: None, "").__code__  # type: ignore[attr-defined]  # all wrappers have this code
+WRAPPER: Any = observed(lambda self: None, "").__code__  # type: ignore[attr-defined]  # all wrappers have this code
 
 
 def is_observed(method: Any) -> bool:
     """Whether this is a method whose calls are noticed."""
-    return isinstance(method, types.FunctionType) and method.__code__ is _CODE
+    return isinstance(method, types.FunctionType) and method.__code__ is WRAPPER
 
 
 def _from_frames() -> Listener | None:
     """A listener with the eager calls that are running in this thread; None if there are none."""
-    calls = [frame.f_locals for frame, _ in traceback.walk_stack(sys._getframe(1)) if frame.f_code is _CODE]
+    calls = [frame.f_locals for frame, _ in traceback.walk_stack(sys._getframe(1)) if frame.f_code is WRAPPER]
     stack = [(call["self"], call["name"]) for call in calls if call["listener"] is None and is_node(call["self"])]
     if not stack:
         return None

@@ -26,7 +26,7 @@ from typing import Any
 
 from . import look_ups
 from .annotations import NamedTuple
-from .calls import is_observed
+from .calls import WRAPPER, is_observed
 from .chains import OVER_ALL, Chain
 from .closures import RunningCode, is_lent_elsewhere
 from .identity import Identified
@@ -122,7 +122,7 @@ class _Search:
         self.look_ups_left, self.elsewhere_left = _MOST_TO_FIND, _MOST_ELSEWHERE
         self.missing = set(map(id, sought))
         self.namespace = _namespace_of(function)
-        self.running = [code for code in running if not is_of_library(code.namespace)]
+        self.running = [x for x in running if x.code is not WRAPPER and not is_of_library(x.namespace)]
         # The names in the code visited so far; and those of which methods have been searched for in all objects.
         self.names = {*names, *[name for code in self.running for name in look_ups.names_in(code.code)]}
         self.looked_for = set[str]()
@@ -212,7 +212,7 @@ class _Search:
     def enter(self, chain: Chain, function: types.FunctionType) -> None:
         """Go on to the globals of a function; not of a library, whose use of a Module the trace notices."""
         is_own = function.__globals__ is self.namespace
-        if not is_own and is_of_library(function.__globals__):
+        if is_observed(function) or (not is_own and is_of_library(function.__globals__)):
             return
         self.names |= look_ups.names_in(function.__code__)
         if is_own:
@@ -246,7 +246,7 @@ def is_left_over(x: Any) -> bool:
 def _is_kept_by_library(chain: Chain) -> bool:
     """Whether a chain ends in the closure or the defaults of a function of a library, where no Module will come."""
     holder = None if chain.before is None else chain.before.value
-    return type(holder) is types.FunctionType and is_of_library(holder.__globals__)
+    return type(holder) is types.FunctionType and (is_observed(holder) or is_of_library(holder.__globals__))
 
 
 def _is_read(x: Node, names: set[str]) -> bool:

@@ -817,6 +817,31 @@ def test_a_class_that_autoreload_has_edited(calls, inner):
     assert type(nnx.clone(m)) is new
 
 
+def added():  # a global, to which an edited method refers
+    return 10.0
+
+
+def test_a_method_that_autoreload_has_edited_alone():
+    """IPython 9 compiles the method, without its class, and puts its code and closure into what the class has."""
+
+    class Scaled(Layer):
+        def __call__(self, x):
+            return self.w * x
+
+    def edited(self, x):
+        return self.w * x + added()
+
+    m, jitted = Scaled(), nnx.jit(lambda m, x: m(x))
+    closure = nnx.jit(lambda x: m(x))
+    assert jitted(m, 1.0).tolist() == closure(1.0).tolist() == [1.0, 1.0]
+    old = vars(Scaled)["__call__"]  # what IPython writes to it past Python's checks makes it this function
+    type.__setattr__(Scaled, "__call__", types.FunctionType(edited.__code__, old.__globals__, old.__name__))
+    jitted.clear_cache(), closure.clear_cache()
+    for w in (2.0, 3.0):
+        m.w.value = jnp.full(2, w)
+        assert m(1.0).tolist() == jitted(m, 1.0).tolist() == closure(1.0).tolist() == [w + 10, w + 10]
+
+
 def test_a_base_class_that_autoreload_has_edited():
     """A class elsewhere, whose base class was edited, has the new methods, as any Python class has."""
     old, new = edited_classes()
