@@ -250,10 +250,13 @@ class Optimizer(Pytree, Generic[M]):
             moved = _placed_if(params, back, _is_apart)
             new_kept = _placed_if(kept, new_kept, lambda moment: _place_of(moment) in apart)
         new, count = structure.unflatten(map(_with_value, params, moved)), plain_value(self.step) + 1
+        # What has no arrays, in place of a masked moment, is no output of a step: JAX would make it anew in Python.
+        stored = [(x, new) for x, old, new in zip(kept, old, new_kept) if jax.tree.leaves((old, new))]
 
         def write() -> None:
             update(model, new)
-            set_values(kept, new_kept)
+            for variable, value in stored:
+                variable.set_raw_value(value)
             self.step.set_raw_value(count)
 
         even_if_interrupted(write)

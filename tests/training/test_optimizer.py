@@ -1,4 +1,5 @@
 import copy
+import functools
 import types
 
 import jax
@@ -673,3 +674,22 @@ def test_an_update_in_a_trace_walks_nothing(monkeypatch, unchecked):
 
     step(model, optimizer, grads)
     assert not entered
+
+
+def test_what_masked_moments_cost_does_not_depend_on_their_number(unchecked):
+    counts = []
+    for size in (3, 30):
+        model = nnx.Sequential(*[nnx.Linear(2, 2, rngs=nnx.Rngs(0)) for _ in range(size)])
+        bias = functools.partial(jax.tree.map, lambda p: p.ndim == 1)
+        optimizer = nnx.Optimizer(model, optax.masked(optax.adam(0.1), bias), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer):
+            optimizer.update(model, nnx.grad(lambda model: model(jnp.ones(2)).sum())(model))
+
+        call = functools.partial(step, model, optimizer)
+        for _ in range(3):
+            call()
+        counts.append(min(count_calls(call) for _ in range(3)))
+        assert optimizer.opt_state.inner_state[0].mu["layers"][1]["kernel"].value == optax.MaskedNode()
+    assert counts[0] == counts[1] < 40
