@@ -35,6 +35,7 @@ class Body(NamedTuple):
     leaf_paths: tuple[tuple, ...]
     labels: Sequence[Any]  # of each leaf; empty if there are none
     types: list[Any]  # of each leaf, see `type_of` in leaf_checks.py
+    has_effects: bool  # such as reading a jax.Ref, or printing
 
 
 def zeros(type_: Any) -> Any:
@@ -85,7 +86,7 @@ def trace_body(
         return structure.unflatten(evaluate(*jtu.tree_leaves(list(leaves))))
 
     delta, owners, paths, labels = traced
-    return Body(run, delta, owners, paths, labels, structure.unflatten(closed.out_avals))
+    return Body(run, delta, owners, paths, labels, structure.unflatten(closed.out_avals), bool(closed.effects))
 
 
 def own_states(out: Any) -> Any:

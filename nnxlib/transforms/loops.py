@@ -67,11 +67,23 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
         condition = trace_body(named(is_on, test), layout, loop.constant)
         _refuse_changes(layout, condition)
         answer = _position_of_answer(condition)
-        carry = jax.lax.while_loop(
-            lambda carry: condition.run(loop.leaves(carry))[answer],
-            lambda carry: loop.body.run(loop.leaves(carry)),
-            loop.carry,
-        )
+
+        def is_to_go_on(carry: Sequence[Any]) -> Any:
+            return condition.run(loop.leaves(carry))[answer]
+
+        def iteration(carry: Sequence[Any]) -> list[Any]:
+            return loop.body.run(loop.leaves(carry))
+
+        if not condition.has_effects:
+            carry = jax.lax.while_loop(is_to_go_on, iteration, loop.carry)
+        else:  # a condition of JAX does not see what the body writes to a jax.Ref, so the body asks it
+            first = is_to_go_on(loop.carry), loop.carry
+
+            def asking(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+                carry = iteration(state[1])
+                return is_to_go_on(carry), carry
+
+            _, carry = jax.lax.while_loop(lambda state: state[0], asking, first)
         return carry, Outcome(loop.body.delta)
 
     return call_program((step, test), ("while",), run, arguments).args[0]

@@ -206,7 +206,8 @@ class Tangents(NamedTuple):
         As in JAX, tangents of integers are of type float0.
         """
         chosen = [k for k, leaf in enumerate(leaves) if is_inexact(leaf)]
-        return cls(layout, (*chosen, *[k for k in own_leaves(layout) if k not in chosen and _dtype(leaves[k])]))
+        others = [k for k in own_leaves(layout) if not is_inexact(leaves[k]) and _dtype(leaves[k])]
+        return cls(layout, (*chosen, *others))
 
     def take(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves that have a tangent, or the tangents in a list that has something for each leaf."""

@@ -554,6 +554,40 @@ def test_a_condition_may_be_a_variable():
     assert not nnx.while_loop(lambda layer: layer.on, stop, layer).on
 
 
+@pytest.mark.parametrize("way", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("is_captured", [False, True], ids=["carried", "captured"])
+def test_a_condition_sees_what_the_body_writes_to_a_ref(is_captured, way):
+    """JAX's own loop raises an error in eager code, and in a jitted function never looks at the Ref again."""
+    count = nnx.Variable(jnp.array(0), ref=True)
+
+    def body(value):
+        held, turns = value
+        (count if is_captured else held)[...] += 1
+        return held, turns + 1
+
+    def is_on(value):
+        held, turns = value
+        return ((count if is_captured else held)[...] < 3) & (turns < 10)
+
+    @way
+    def run(held):
+        return nnx.while_loop(is_on, body, (held, 0))[1]
+
+    assert run(nnx.Dict() if is_captured else count) == count[...] == 3
+    assert run(nnx.Dict() if is_captured else count) == 0
+
+
+def test_a_condition_that_prints_is_asked_once_for_each_iteration_and_at_the_end(capfd):
+    def is_on(v):
+        jax.debug.print("{}", v[...], ordered=True)
+        return v[...] < 3
+
+    v = nnx.Variable(jnp.array(0))
+    nnx.while_loop(is_on, lambda v: v.set_value(v[...] + 1) or v, v)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split() == ["0", "1", "2", "3"]
+
+
 def test_bounds_that_are_no_scalars_are_errors():
     for bounds, said in (
         ((0, X), r"upper .* float32\[3\]"),
