@@ -219,7 +219,7 @@ ABSTRACT = {
 }
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="the error of JAX names them there")
+@pytest.mark.skipif(jax.__version_info__ < (0, 10, 2), reason="the error of JAX names them there")
 @pytest.mark.parametrize("transform", ABSTRACT)
 def test_shapes_without_values_are_noted_by_path(transform):
     """The error of JAX speaks of the tracers that were made of them."""
