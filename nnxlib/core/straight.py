@@ -99,7 +99,7 @@ class _Code:
         if type(mark) is TupleMark:
             if issubclass(mark.kind, frozenset):
                 return "False"
-            terms = [f"{self.has_mark(found, mark.kind)}", f"{self.held(len)}({found}) == {len(mark.members)}"]
+            terms = [self.has_mark(found, mark.kind), f"{self.held(len)}({found}) == {len(mark.members)}"]
             terms += [self.has_mark(f"{found}[{k}]", member) for k, member in enumerate(mark.members)]
             return f"({' and '.join(terms)})"
         if isinstance(mark, type):

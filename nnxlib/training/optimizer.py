@@ -251,7 +251,7 @@ class Optimizer(Pytree, Generic[M]):
             new_kept = _placed_if(kept, new_kept, lambda moment: _place_of(moment) in apart)
         new, count = structure.unflatten(map(_with_value, params, moved)), plain_value(self.step) + 1
         # What has no arrays, in place of a masked moment, is no output of a step: JAX would make it anew in Python.
-        stored = [(x, new) for x, old, new in zip(kept, old, new_kept) if jax.tree.leaves((old, new))]
+        stored = [(x, value) for x, was, value in zip(kept, old, new_kept) if jax.tree.leaves((was, value))]
 
         def write() -> None:
             update(model, new)

@@ -126,6 +126,11 @@ The Variable {name} holds a {kind} ({value!r:.80}), which JAX cannot trace: Vari
 attribute of its own, `module.name = value`, which is a part of the program."""
 
 
+def as_unroll(unroll: Any) -> Any:
+    """The option ``unroll`` of a loop as a number of Python, which has a hash; it may be an array, as in JAX."""
+    return unroll.item() if hasattr(unroll, "item") else unroll
+
+
 def as_scalar(value: Any, what: str) -> jax.Array:
     """A scalar, such as the number of a branch, as an array.
 

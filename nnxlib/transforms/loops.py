@@ -21,7 +21,7 @@ from ..core.tracing import at_top_level, boundary
 from . import body_checks
 from .body import Body, trace_body, zeros
 from .callables import as_bound, resolve
-from .leaf_checks import as_scalar
+from .leaf_checks import as_scalar, as_unroll
 from .lift import Arguments, Outcome
 from .naming import named
 from .program import call_program, weakly
@@ -133,7 +133,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
         )
         return [*carry, leaves[-1]], Outcome(loop.body.delta)
 
-    unroll = getattr(unroll, "item", lambda: unroll)()  # it may be an array
+    unroll = as_unroll(unroll)
     key = ("fori", unroll, type(unroll), (first, last) if static else None)  # unroll=True is not unroll=1
     return call_program((step,), key, run, arguments, end).args[0]
 

@@ -40,6 +40,7 @@ from .callables import by_position, resolve
 from .classes import lifts_classes
 from .data_transform import DataTransform, transformed_data
 from .labels import Labels, label_arguments, labels_after, mapped_size
+from .leaf_checks import as_unroll
 from .lift import Arguments, Outcome
 from .naming import named
 from .prefixes import argument_entries, check_axes, labels_in, output_entries, prefix_key, same_entries
@@ -104,7 +105,7 @@ def scan(
         axis; names the path.
       PlacementError: if an axis to loop over is sharded along a mesh axis of the type ``Explicit``; names the path.
     """
-    unroll = getattr(unroll, "item", lambda: unroll)()  # it may be an array
+    unroll = as_unroll(unroll)
     loop = functools.partial(jax.lax.scan, reverse=reverse, unroll=unroll, _split_transpose=_split_transpose)
     return looped(f, loop, length, in_axes, out_axes, transform_metadata, data_transform)
 
