@@ -208,13 +208,19 @@ def _with_keys(avals: Mapping[int, Aval], new: dict[int, Any]) -> dict[int, Any]
 
 
 def _as_key(leaf: Any, dtype: Any) -> Any:
-    one = jax.ShapeDtypeStruct((), dtype)
-    data, (value,) = jax.eval_shape(jax.random.key_data, one), raw_values([leaf])
+    (data, implementation), (value,) = _data_of_key(dtype), raw_values([leaf])
     aval = aval_of(value)
     if aval is None or aval[1] != data.dtype or aval[0][-1:] != data.shape:
         return leaf
-    key = jax.random.wrap_key_data(value, impl=implementation_of(one))
+    key = jax.random.wrap_key_data(value, impl=implementation)
     return make_variable(type(leaf), key, leaf._metadata) if isinstance(leaf, Variable) else key
+
+
+@functools.cache
+def _data_of_key(dtype: Any) -> tuple[jax.ShapeDtypeStruct, Any]:
+    """The shape and dtype of the raw data of one key of a dtype, and the implementation of the key."""
+    key = jax.ShapeDtypeStruct((), dtype)
+    return jax.eval_shape(jax.random.key_data, key), implementation_of(key)
 
 
 # --- what does not fit ------------------------------------------------------------------------------------------------
