@@ -106,6 +106,8 @@ def make_variables(
 
 # --- as JAX pytrees ---------------------------------------------------------------------------------------------------
 
+VARIABLE_TYPES: set[type] = set()  # all classes of Variables
+
 _VALUE_KEY = jax.tree_util.GetAttrKey("value")
 
 
@@ -137,3 +139,4 @@ def register_variable(kind: type[VariableSlots]) -> None:
             return with_slots_of(self, object.__new__(kind))
 
     register_pytree(kind, _flatten_with_keys, unflatten, _flatten)
+    VARIABLE_TYPES.add(kind)

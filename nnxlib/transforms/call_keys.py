@@ -23,6 +23,7 @@ import numpy as np
 from ..core.annotations import NamedTuple
 from ..core.data import is_node
 from ..core.live_table import LiveTable
+from ..core.making import VARIABLE_TYPES
 from ..core.packing import Sharing, Tables, VariableGroup, sharing_of
 from ..core.static import StaticArgument
 from ..core.tables import table_of
@@ -87,23 +88,22 @@ def known_call(leaves: Sequence[Any], signature: Hashable, grouping: bool = True
         if kind in LEAF_TYPES:
             layouts.append(None)
             plain.append(x)
-        elif is_node(x):
-            if grouping and issubclass(kind, Variable):
-                if first is None:
-                    grouping = x._nnx_table is None
-                if grouping:
-                    first = x if first is None else first
-                    metadata = x._metadata.const() if x._metadata else None
-                    if metadata is not None and metadata.mutable:
-                        return None
-                    if group is None:
-                        group = VariableGroup()
-                        roots.append(None)
-                        tables.append(group)
-                    layouts.append((kind, metadata))
-                    group.objects.append(x)
-                    group.cells.append(x._cell)
-                    continue
+            continue
+        if grouping and kind in VARIABLE_TYPES:
+            if first is None:
+                first, grouping = (x, True) if x._nnx_table is None else (None, False)
+            if grouping:
+                metadata = x._metadata.const() if x._metadata else None
+                if metadata is not None and metadata.mutable:
+                    return None
+                if group is None:
+                    group = VariableGroup()
+                    roots.append(None)
+                    tables.append(group)
+                layouts.append(kind if metadata is None else (kind, metadata))
+                group.objects.append(x)
+                continue
+        if is_node(x):
             table = table_of(x)
             if table.snapshot is not None:  # it is walked at each call
                 return None
@@ -116,6 +116,10 @@ def known_call(leaves: Sequence[Any], signature: Hashable, grouping: bool = True
             plain.append(x)
         else:
             return None
+    if first is not None:
+        for described in tables:
+            if type(described) is VariableGroup:
+                described.cells = [x._cell for x in described.objects]
     sharing = () if first is None and len(tables) < 2 else sharing_of(roots, tables)
     return KnownCall((signature, tuple(layouts), sharing), signature, sharing, leaves, roots, tables, plain, first)
 

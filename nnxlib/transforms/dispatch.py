@@ -30,11 +30,11 @@ from ..core.cells import Cell, reader, write_cells, writer
 from ..core.closures import AbsentInput, CapturedObjects, Loans, is_lent_elsewhere, wait_for_loans
 from ..core.data import is_node
 from ..core.errors import NnxError
-from ..core.graph import Delta, commit, pack
-from ..core.layout import keep
+from ..core.graph import Delta, build, commit, pack
+from ..core.layout import Layout, keep
 from ..core.packing import Sharing, Tables, VariableGroup
 from ..core.patching import patched
-from ..core.rows import LEAF, Ref, Spec, Tree, parts, value_of
+from ..core.rows import LEAF, NodeRow, Ref, Tree, VariableRow, parts, renumbered, value_of
 from ..core.stamps import stamping
 from ..core.static import StaticArgument
 from .call_keys import LEAF_TYPES, KnownCall, flatten_containers, flatten_pytrees, known_call, unfolded
@@ -244,10 +244,13 @@ class _Reads(NamedTuple):
 
 
 class _Writes(NamedTuple):
-    """Where the leaves that come back go: the first into cells; from the rest ``output`` makes what the user gets."""
+    """Where the leaves that come back go: the first into cells; from the rest ``output`` makes what the user gets.
+
+    It is None if that takes more than leaves: if live objects are returned, or changed otherwise.
+    """
 
     cells: Numbers
-    output: Callable[[Sequence[Any]], Any]
+    output: Callable[[Sequence[Any]], Any] | None
 
 
 _MANY = 64  # leaves: to describe so many Variables takes no longer than to look at their tables
@@ -299,12 +302,13 @@ class CacheEntry:
 
         def finish(returned: tuple[Any, ...]) -> Any:
             unpacked = _, outcome = compiled.unpacked(returned)
-            if type(returned) is not WithOutcome and _only_writes_cells(outcome, tables):
+            writes = self._writes_of(outcome)
+            if type(returned) is not WithOutcome and _only_writes_cells(outcome, writes, tables):
                 if tables:
                     with stamping:
                         self._keep_shortcut(found, sites, reads, outcome)
                 elif not compiled.donates:
-                    self.pure = compiled, self._writes_of(outcome).output
+                    self.pure = compiled, writes.output
             out = self.finish(found.roots, tables, unpacked)
             if self.plan.has_shardings:
                 self.plan.settle([tables[k].cells[j] for k, j in self._cells])
@@ -316,14 +320,10 @@ class CacheEntry:
         """Write what came back from a call with these objects; returns the user's output."""
         groups, outcome = returned
         values = join_lanes(groups, outcome.lane_of)
-        if outcome.delta.rows:
-            return commit(self.plan.crossing.layout, outcome.delta, values, self._objects_in(roots, tables))
         writes = self._writes_of(outcome)
-        if outcome.returns_objects:
-            start = len(outcome.delta.values)
-            out = value_of(outcome.delta.root, self._objects_in(roots, tables), iter(values[start:]))
-        else:
-            out = writes.output(values)
+        if writes.output is None:
+            return commit(self.plan.crossing.layout, outcome.delta, values, self._objects_in(roots, tables))
+        out = writes.output(values)
         if writes.cells:  # last, after everything that can fail
             write_cells(_cells_at(writes.cells, tables), values)
         return out
@@ -351,9 +351,7 @@ class CacheEntry:
         if new or not found.holds():
             return
         writes = self._writes_of(outcome)
-        output = writes.output
-        if outcome.returns_objects:
-            output = _output_with(outcome.delta, self._objects_in(found.roots, found.tables))
+        output = writes.output or _output_with(outcome.delta, self._objects_in(found.roots, found.tables))
         objects = [k for k, x in enumerate(found.leaves) if is_node(x)]
         plain = [k for k, x in enumerate(found.leaves) if not is_node(x)]
         site.first = objects[0]
@@ -378,22 +376,37 @@ class CacheEntry:
     def _writes_of(self, outcome: Outcome) -> _Writes:
         found = self._writes.get(outcome)
         if found is None:
-            delta, position = outcome.delta, self.plan.crossing.layout.owner_positions
-            cells = _by_table(self._cells[position[i, 0]] for i in delta.values)
-            found = self._writes[outcome] = _Writes(cells, _output_of(delta.root, len(delta.values)))
+            delta, layout = outcome.delta, self.plan.crossing.layout
+            cells = _by_table(self._cells[layout.owner_positions[i, 0]] for i in delta.values)
+            found = self._writes[outcome] = _Writes(cells, _output_of(delta, len(layout.rows)))
         return found
 
 
-def _only_writes_cells(outcome: Outcome, tables: Tables) -> bool:
+def _only_writes_cells(outcome: Outcome, writes: _Writes, tables: Tables) -> bool:
     """Whether a call can have a shortcut: it has no pytree to flatten, and changes only Variables."""
     for table in tables:
         if type(table) is VariableGroup or table.mutable or any(tree is not None for *_, tree in table.arrays):
             return False
-    return len({*tables}) == len(tables) and not outcome.delta.rows
+    return len({*tables}) == len(tables) and (writes.output is not None or not outcome.delta.rows)
 
 
-def _output_of(root: Spec, start: int) -> Callable[[Sequence[Any]], Any]:
-    """A function that makes an output without objects from leaves; those of the output begin at ``start``."""
+def _output_of(delta: Delta, first: int) -> Callable[[Sequence[Any]], Any] | None:
+    """A function that makes an output from the leaves that come back. Those of the output are the last ones.
+
+    None if live objects are in it, or have other rows. New objects have the rows from ``first`` on; if they keep their
+    value in a ``jax.Ref``, commit makes it.
+    """
+    root, start = delta.root, len(delta.values)
+    rows = [row for _, row in delta.rows]
+    nodes = [row for row in rows if type(row) is NodeRow]
+    refers_to = [spec.index for item in (*nodes, root) for _, spec in parts(item) if type(spec) is Ref]
+    if rows or refers_to:
+        is_new = min(first, *[i for i, _ in delta.rows], *refers_to) == first
+        if not is_new or any(type(row) is VariableRow and "ref" in row.metadata.value for row in rows):
+            return None
+        number = lambda i: i - first
+        layout = Layout(tuple([renumbered(row, number) for row in rows]), renumbered(root, number))
+        return lambda leaves: build(layout, leaves[start:])[0]
     if root is LEAF:
         return operator.itemgetter(start)
     if isinstance(root, Tree) and all(x is LEAF for x in root.children):

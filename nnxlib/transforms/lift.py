@@ -46,7 +46,6 @@ from ..core.layout import Layout
 from ..core.missing import MISSING
 from ..core.packing import pack_live
 from ..core.recordings import bring_back, carrier_in, give_on, recorded_anew, with_carrier
-from ..core.rows import Ref, parts
 from ..core.tracing import boundary
 from .axes import stack_axes, strip_axes
 from .callables import resolve
@@ -68,7 +67,7 @@ class Arguments(NamedTuple):
 class Outcome:
     """What a function did in one trace: its Delta, and the lane of each leaf that comes back. Static."""
 
-    __slots__ = ("_hash", "delta", "lane_of", "leaf_paths", "read", "returns_objects")
+    __slots__ = ("_hash", "delta", "lane_of", "leaf_paths", "read")
 
     def __init__(
         self, delta: Delta, lane_of: tuple[int, ...] = (), leaf_paths: tuple[tuple, ...] = (), read: Sequence[int] = ()
@@ -77,8 +76,6 @@ class Outcome:
         self.lane_of = lane_of  # of each leaf that comes back; empty if there is only one lane
         self.leaf_paths = leaf_paths  # of the leaves that come back, for messages
         self.read = read  # the positions of the leaves that it read, if that was noted
-        # If not, the output can be made from leaves alone.
-        self.returns_objects = any(type(spec) is Ref for _, spec in parts(delta.root))
         self._hash: int | None = None
 
     def names(self, lane: int) -> list[str]:
