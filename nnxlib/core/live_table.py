@@ -18,11 +18,11 @@ import weakref
 from typing import Any
 
 from .cells import Cell
+from .editable import Editable
 from .foreign import Flattened
 from .layout import Layout
 from .objects import HasAttributes, attributes_of
 from .stamps import Stamp
-from .static import Const
 from .tracing import at_top_level
 
 CHECK_ALWAYS = bool(os.environ.get("NNXLIB_CHECK"))
@@ -41,7 +41,7 @@ class LiveTable:
 
     layout: Layout
     stamp: Stamp  # invalid once an object that the table describes has changed its structure
-    mutable: list[tuple[Any, Const]]  # the static values that can be changed in place, and what they were
+    mutable: list[Editable]  # the static values that can be changed in place
     objects: list[Any]  # by row; None in place of the root
     index: dict[int, int]  # id of an object -> its row
     cells: list[Cell]  # of all Variables, in row order

@@ -30,6 +30,7 @@ import jax.tree_util as jtu
 from .closures import Watch, notice
 from .containers import Dict, List, holds_data
 from .data import explicit_mark, is_data, is_node
+from .editable import Editable, have_changed
 from .foreign import Foreign
 from .graph import build
 from .identity import Identified
@@ -40,7 +41,7 @@ from .registration import register_pytree
 from .reprs import static_repr
 from .rows import NodeRow, Ref, Tree
 from .stamps import Stamp, stamping, with_stamp
-from .static import Const, have_changed
+from .static import Const
 from .tables import table_of
 from .traversals import sorted_keys
 from .variables import Variable
@@ -69,7 +70,7 @@ class PathKey:
         return hash(self.path)
 
 
-Mutable = Sequence[tuple[Any, Const]]  # static values that can be changed in place, and what they were
+Mutable = Sequence[Editable]
 
 _NEVER_VALID = Stamp()
 _NEVER_VALID.valid = False
@@ -135,7 +136,7 @@ class KnownShape:
     def __init__(self, shape: NodeShape, stamp: Stamp, mutable: Mutable):
         self.shape = shape
         self.stamp, self.edition = stamp, stamp.edition  # of the table, or the walk, that showed the graph to be a tree
-        self.mutable = mutable  # the static values below that can be changed in place, and what they were
+        self.mutable = mutable  # the static values below that can be changed in place
         self.valid = self.edition if not mutable else None  # equals ``stamp.valid`` if nothing else is to be compared
 
     def holds(self) -> bool:
@@ -300,7 +301,7 @@ def _unflattened_below(
                 children += child
         held += children
         shapes.append(shape)
-        mutable.append([(contents[name], shape.statics[name]) for name in shape.mutable] if shape.mutable else ())
+        mutable.append([Editable(contents[name], shape.statics[name]) for name in shape.mutable])
     return nodes, parents, shapes, mutable, held
 
 
@@ -311,21 +312,21 @@ def _mutable_below(node: Any, row: NodeRow, below: Sequence[Mutable | None]) -> 
     """
     if not node._nnx_guarded or row.marks.mutable:
         return None
-    found: dict[int, tuple[Any, Const]] = {}
+    found: dict[int, Editable] = {}
     fields = list(row.fields)
     for name, spec in fields:  # more are appended
         inner: Mutable | None = ()
         if type(spec) is Ref:
             inner = below[spec.index]
         elif type(spec) is Const and spec.mutable:
-            inner = ((node._nnx_contents()[name], spec),)
+            inner = (Editable(node._nnx_contents()[name], spec),)
         elif type(spec) is Tree:
             value = node._nnx_contents()[name]
             fields += [(name, child) for child in spec.children]
             inner = () if Foreign().add(value, flatten_once(value)[1]) else None
         if inner is None:
             return None
-        found |= {id(value): (value, const) for value, const in inner}
+        found |= {id(x.value): x for x in inner}
     return tuple(found.values())
 
 

@@ -21,7 +21,7 @@ import operator
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -140,14 +140,6 @@ def same_items(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
     return holds_same(a, b) or Const.of_items(a) == Const.of_items(b)
 
 
-def have_changed(mutable: Iterable[tuple[Any, Const]]) -> bool:
-    """Whether any of these static values, which can be changed in place, is not what it was."""
-    try:
-        return not all(const == Const.of(value) for value, const in mutable)
-    except StaticValueError:  # the walk will say where
-        return True
-
-
 # --- freezing -------------------------------------------------------------------------------------------------------
 
 
@@ -183,7 +175,7 @@ class _Freezer:
         kind = type(value)
         if kind in ATOMS:
             return kind, value
-        rule = _RULES.get(kind)
+        rule = RULES.get(kind)
         if rule is not None:
             return kind, rule(self, value)
         if isinstance(value, type):  # of another metaclass, such as jnp.float32
@@ -194,9 +186,9 @@ class _Freezer:
             return kind, (value.dtype, value.tobytes())
         if isinstance(value, tuple):
             return kind, self.items(value)
-        for base in _MUTABLE_CONTAINERS:
+        for base in MUTABLE_CONTAINERS:
             if isinstance(value, base):
-                return kind, (_RULES[base](self, value), self.mapping(dict_of(value) or {}))
+                return kind, (RULES[base](self, value), self.mapping(dict_of(value) or {}))
         if isinstance(value, dict):
             if _is_record(value):
                 self.by_items.append(value)
@@ -348,10 +340,10 @@ class _MetadataFreezer(_Freezer):
         return value.aval, value.sharding, np.asarray(data).tobytes()  # the trace knows the first two, too
 
 
-_MUTABLE_CONTAINERS = list, set, deque, bytearray, np.ndarray  # those of a subclass: by items and attributes
+MUTABLE_CONTAINERS = list, set, deque, bytearray, np.ndarray  # those of a subclass: by items and attributes
 
 
-_RULES: dict[type, Callable[[_Freezer, Any], Hashable]] = {
+RULES: dict[type, Callable[[_Freezer, Any], Hashable]] = {
     float: lambda self, value: value.hex(),  # which tells 0.0 from -0.0, and nan equals itself
     complex: lambda self, value: (value.real.hex(), value.imag.hex()),
     slice: lambda self, value: self.items((value.start, value.stop, value.step)),

@@ -29,6 +29,7 @@ from . import errors
 from .calls import built_here
 from .cells import Cell
 from .data import is_node
+from .editable import have_changed
 from .foreign import Flattened
 from .graph import build, pack
 from .graphdef import differences_listed
@@ -38,7 +39,6 @@ from .objects import Pytree
 from .patching import patched
 from .rows import LEAF, NodeRow, Row, Tree, count_leaves
 from .stamps import Stamp, stamping, with_stamp
-from .static import have_changed
 from .tracing import at_top_level
 from .walk import Walk
 

@@ -33,6 +33,7 @@ from .data import (
     is_plain,
     is_without_order,
 )
+from .editable import Editable
 from .errors import PathError, place_of
 from .foreign import Foreign
 from .layout import Layout
@@ -81,7 +82,7 @@ class Walk:
     def __init__(self, known: Iterable[Any] = (), stamp: Stamp | None = None, index: dict[int, int] | None = None):
         self.stamp = None if stamp is None else weakref.ref(stamp)
         self.reliable = True  # whether the stamp and `mutable` reveal every later change of what was visited
-        self.mutable: dict[int, tuple[Any, Const]] = {}  # static values that can be changed in place, by id
+        self.mutable: dict[int, Editable] = {}  # static values that can be changed in place, by id
         self.foreign = Foreign()  # the containers in pytrees, where a stamp is attached
         self.unwatched: set[tuple[int, Any]] = set()  # (row, name) of fields with pytrees that may change unnoticed
         self.objects: list[Any] = ObjectList(known)
@@ -175,7 +176,7 @@ class Walk:
     def _constant(self, value: Any, mark: bool | None, path: tuple) -> Const:
         constant = Const.of(value, path)
         if constant.mutable:
-            self.mutable[id(value)] = value, constant
+            self.mutable[id(value)] = Editable(value, constant)
         elif mark is None or isinstance(value, _STATIC_TYPES):  # it is not static because of its mark alone
             self.constants[id(value)] = constant
         return constant
