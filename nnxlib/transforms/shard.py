@@ -9,16 +9,19 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AxisType
 
-from ..core.errors import format_path, listed
-from ..core.missing import MISSING
+from ..core.errors import PrefixError, format_path, listed
+from ..core.missing import MISSING, is_missing
 from ..core.placement import settle
 from ..core.tracing import at_top_level, current_mesh
+from ..core.variables import plain_value
 from .callables import by_position, explained, resolve
 from .classes import lifts_classes
+from .leaf_checks import type_of
 from .lift import Arguments, Crossing, lift_lanes, tracing_all
 from .naming import named
-from .prefixes import argument_entries, check_labels, same_entries
+from .prefixes import PrefixMapping, argument_entries, check_labels, same_entries
 
 
 @lifts_classes()
@@ -26,7 +29,7 @@ def shard_map(
     f: Callable = MISSING,
     *,
     mesh: Any = None,
-    in_specs: Any,
+    in_specs: Any = MISSING,
     out_specs: Any,
     axis_names: Collection[Hashable] = frozenset(),
     check_vma: bool = True,
@@ -39,7 +42,8 @@ def shard_map(
       mesh: the mesh; that of the context if None.
       in_specs: a pytree prefix of the positional arguments with a ``PartitionSpec`` at each leaf, or
         :class:`StateSharding` for a Module. The Variables of an argument are left sharded as they went in. Keyword
-        arguments that have no position are replicated.
+        arguments that have no position are replicated. If it is left out, all arrays are taken as they are sharded,
+        those of bound and keyword arguments, too; for axes of the type ``Explicit``, which are part of their types.
       out_specs: the same for the output.
       axis_names: the axes of the mesh that are mapped over by hand; all by default.
       check_vma: whether to check that what is replicated does not vary over devices.
@@ -53,22 +57,25 @@ def shard_map(
     (4, 3)
 
     Raises:
-      PrefixError: if ``in_specs`` or ``out_specs`` does not fit.
+      PrefixError: if ``in_specs`` or ``out_specs`` does not fit, or ``in_specs`` is left out over other axes.
       ValueError: by JAX, if a spec does not fit an array, or a value in a replicated place varies; names its path.
     """
     options: dict[str, Any] = {"mesh": mesh, "axis_names": set(axis_names), "check_vma": check_vma}
     function, bound, bound_kwargs = resolve(f)
 
-    for name, specs in ("in_specs", in_specs), ("out_specs", out_specs):
+    inferred = is_missing(in_specs)
+
+    for name, specs in ("in_specs", None if inferred else in_specs), ("out_specs", out_specs):
         check_labels(specs, name, lambda spec: isinstance(spec, jax.sharding.PartitionSpec), _TAKES)
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = by_position(f, args, kwargs)
         kwargs = {**bound_kwargs, **kwargs}
-        entries = same_entries(_REPLICATED, bound)
-        entries += argument_entries(in_specs, args, "in_specs")
-        entries += same_entries(_REPLICATED, kwargs)
+        others = _AsTheyAre(current_mesh() if mesh is None else mesh, axis_names) if inferred else _REPLICATED
+        entries = same_entries(others, bound)
+        entries += argument_entries(others if inferred else in_specs, args, "in_specs")
+        entries += same_entries(others, kwargs)
         arguments = Arguments((*bound, *args), kwargs)
 
         def over(pure: Callable, crossing: Crossing) -> Callable:
@@ -86,6 +93,32 @@ def shard_map(
 
     return wrapped
 
+
+class _AsTheyAre(PrefixMapping):
+    """A spec for each array: how it is sharded along the axes that are mapped over."""
+
+    def __init__(self, mesh: Any, axis_names: Collection[Hashable]):
+        super().__init__({})
+        types = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        by_hand = [name for name, type_ in types.items() if type_ is AxisType.Manual]  # of a shard_map around this one
+        self._names = self._key = frozenset(axis_names or types).difference(by_hand)
+        others = [name for name in self._names if types.get(name) is not AxisType.Explicit]
+        if others:
+            raise PrefixError(_NO_SPECS.format(names=", ".join(map(repr, sorted(others, key=str)))))
+
+    def map_prefix(self, path: tuple, leaf: Any) -> Any:
+        types = jax.tree.leaves(type_of(plain_value(leaf)))
+        return jax.sharding.PartitionSpec(*map(self._along, types[0].sharding.spec if types else ()))
+
+    def _along(self, names: Any) -> Any:
+        """The names of one axis of an array that are mapped over."""
+        several = names if isinstance(names, tuple) else (names,)
+        kept = tuple([name for name in several if name in self._names])
+        return kept if len(kept) > 1 else kept[0] if kept else None
+
+
+_NO_SPECS = """\
+shard_map needs in_specs over {names}: only over axes of the type Explicit does an array have a spec of its own."""
 
 _REPLICATED = jax.sharding.PartitionSpec()
 

@@ -458,6 +458,40 @@ def test_a_spec_that_is_not_the_sharding_over_explicit_axes():
             assert "StateSharding" in found[2]
 
 
+@pytest.mark.parametrize("form", ["argument", "bound", "named"])
+def test_specs_that_are_left_out_are_those_of_the_arrays(form):
+    """Of axes of the type Explicit, as in JAX; for each leaf of a Module, too."""
+    explicit = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    place = lambda x, *spec: jax.device_put(x, jax.NamedSharding(explicit, P(*spec)))
+    x, shapes = place(X, "a"), []
+
+    class Model(Net):
+        def __call__(self, x):
+            shapes.append((self.w.shape, x.shape))
+            self.w.value += 1
+            self.calls += 1
+            return x @ self.w.T
+
+    with jax.set_mesh(explicit):
+        m = Model()
+        m.w.value = place(m.w.value, "b")
+        apply = {"argument": lambda m, x: m(x), "bound": lambda x: m(x), "named": lambda x, *, m: m(x)}[form]
+        mapped = nnx.shard_map(m if form == "bound" else apply, out_specs=P("a", "b"))
+        y = {"argument": lambda: mapped(m, x), "bound": lambda: mapped(x), "named": lambda: mapped(x, m=m)}[form]()
+        np.testing.assert_array_equal(y, X @ (np.asarray(X) + 1).T)
+        assert shapes[0] == ((4, 2), (8, 2))
+        assert jax.typeof(m.w.value).sharding.spec == P("b", None)
+        assert m.calls == 1
+        rows = nnx.shard_map(lambda x: jax.lax.psum(x, "a"), axis_names={"a"}, out_specs=P())(m.w.value)
+        assert jax.typeof(rows).sharding.spec == P("b", None)
+        square = place(X[:8].reshape(4, 4), "a", "b")
+        inner = lambda x: nnx.shard_map(lambda x: 2 * x, out_specs=P(None, "b"))(x)
+        outer = nnx.shard_map(inner, axis_names={"a"}, out_specs=P("a"))
+        np.testing.assert_array_equal(outer(square), 2 * square)
+    with pytest.raises(errors.PrefixError, match="needs in_specs over 'd': only over axes of the type Explicit"):
+        nnx.shard_map(lambda x: x, mesh=MESH, out_specs=DATA)(X)
+
+
 def test_vmap_over_arrays_that_are_sharded_differently_over_explicit_axes():
     """JAX names no array; the message says which ones do not go with one that is sharded along the mapped axis."""
     layers = nnx.vmap(lambda key: nnx.Linear(2, 2, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 16))
