@@ -6,7 +6,7 @@ It is ``jax.checkpoint`` of a program that is kept on the function (program.py):
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,9 @@ from ..core.static import StaticArgument
 from ..core.tracing import boundary
 from .callables import resolve, static_arguments
 from .classes import lifts_classes
+from .labels import label_arguments
 from .lift import Arguments, Crossing
+from .prefixes import argument_entries, check_labels, same_entries
 from .program import Program, program_of, run_program, weakly
 
 
@@ -28,17 +30,20 @@ from .program import Program, program_of, run_program, weakly
 def remat(
     f: Callable = MISSING,
     *,
-    prevent_cse: bool = True,
-    static_argnums: int | tuple[int, ...] = (),
+    prevent_cse: bool | Sequence[Any] = True,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
     policy: Callable[..., bool] | None = None,
 ) -> Callable:
     """Return ``f`` with its intermediate values recomputed when it is differentiated; ``jax.checkpoint`` with state.
 
     Args:
       f: a function, method, callable Module or partial; may be left out, to be used as a decorator.
-      prevent_cse: whether to keep the compiler from undoing it; not needed inside a scan.
+      prevent_cse: whether to keep the compiler from undoing it; not needed inside a scan. If JAX takes it, a pytree
+        prefix of the positional arguments says for which of them.
       static_argnums: numbers of arguments that are part of the program. An array among them is an argument like any
         other, as ``jax.checkpoint`` takes it.
+      static_argnames: the same, by name.
       policy: which values to keep all the same, of ``jax.checkpoint_policies``.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
@@ -49,8 +54,10 @@ def remat(
 
     Raises:
       ArgumentError: for a policy that is not a function, and static numbers that are not numbers.
+      PrefixError: for a ``prevent_cse`` that does not fit the arguments.
     """
     check_policy(policy)
+    check_labels(prevent_cse, "prevent_cse", lambda label: isinstance(label, bool), "it takes booleans")
     function, bound, bound_kwargs = resolve(f)
     function = weakly(function)
 
@@ -60,20 +67,27 @@ def remat(
         arguments = with_carrier(Arguments((*bound, *map(_unless_array, args)), {**bound_kwargs, **kwargs}))
         packed = pack_live(arguments)
         layout = packed.layout
+        cse = prevent_cse
+        if not isinstance(cse, bool):
+            entries = same_entries(True, bound)
+            entries += argument_entries(cse, arguments.args[len(bound) :], "prevent_cse")
+            entries += same_entries(True, (arguments.kwargs, arguments.captured))
+            cse = tuple(label_arguments(packed, entries)[1])
 
         def program(leaves: list[Any]) -> Any:
             pure = Crossing(layout).purify(function)  # a new one, for JAX would not trace the same one again
-            (returned,), outcome = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)(leaves)
+            of_leaves: Any = cse if isinstance(cse, bool) else ([*cse],)
+            (returned,), outcome = jax.checkpoint(pure, prevent_cse=of_leaves, policy=policy)(leaves)
             return returned, outcome
 
-        key, make = ("remat", prevent_cse, policy), lambda: Program(program, compiled=False)
+        key, make = ("remat", cse, policy), lambda: Program(program, compiled=False)
         made = program_of((function,), layout, key, make)
         # Called eagerly, jax.checkpoint hands out constants as literals of its own, which have no method `at`.
         out = run_program(lambda leaves: jax.tree.map(as_array, made(leaves)), packed)
         give_on(arguments)
         return out
 
-    return static_arguments(wrapped, static_argnums)
+    return static_arguments(wrapped, static_argnums, static_argnames)
 
 
 def _unless_array(argument: Any) -> Any:

@@ -29,6 +29,10 @@ class Decorated(Layer):
             x = self(x)
         return x
 
+    @nnx.remat(static_argnames="times")
+    def named(self, x, *, times):
+        return self.repeated(x, times)
+
 
 class DecoratedCall(nnx.Module):
     def __init__(self):
@@ -118,6 +122,26 @@ def test_static_arguments_are_python_values_inside():
     f = nnx.remat(lambda m, x, flag: m(x) if flag else x, static_argnums=(-1,))
     np.testing.assert_array_equal(f(model, X, False), X)
     np.testing.assert_array_equal(f(model, flag=False, x=X), X)
+    assert model.named(X, times=2).shape == (3,)
+    g = nnx.remat(lambda m, x, flag: m(x) if flag else x, static_argnames=["flag"])
+    np.testing.assert_array_equal(g(model, X, False), X)
+    with pytest.raises(errors.PrefixError, match=r"static_argnames has \['flags'\]"):
+        nnx.remat(lambda m, flag: m, static_argnames="flags")
+
+
+def test_prevent_cse_of_some_arguments():
+    """Each leaf of a Module has that of its argument; what was bound to the function is kept from the compiler."""
+    model, f = Layer(), lambda m, x: jnp.sin(m(x)).sum()
+    expected = nnx.grad(f)(nnx.clone(model), X)
+    for cse in (True, False), [False, False]:
+        found = nnx.grad(nnx.remat(f, prevent_cse=cse))(model, X)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    bound = nnx.remat(functools.partial(f, model), prevent_cse=(False,))
+    np.testing.assert_array_equal(bound(X), f(nnx.clone(model), X))
+    with pytest.raises(errors.PrefixError, match=r"prevent_cse=.* has 'yes'; it takes booleans"):
+        nnx.remat(f, prevent_cse=("yes", False))
+    with pytest.raises(errors.PrefixError, match="there are 2 values"):
+        nnx.remat(f, prevent_cse=(True,))(model, X)
 
 
 def test_a_static_argument_may_be_left_out():
