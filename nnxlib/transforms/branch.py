@@ -209,8 +209,7 @@ def _aligned(layout: Layout, inputs: list[Any], bodies: list[Body]) -> tuple[lis
         changes = type_changes(types[0], other, paths, _IN_BRANCHES.format(k=k))
         if changes:
             raise BodyError(listed(_TYPES.format(k=k), changes, _CAST))
-    weak = jax.tree.map(lambda *found: all(x.weak_type for x in found), *types)
-    return [_run(body, source, weak) for body, source in zip(bodies, sources, strict=True)], delta
+    return [_run(body, source) for body, source in zip(bodies, sources, strict=True)], delta
 
 
 def _joint_delta(layout: Layout, bodies: Sequence[Body]) -> tuple[Delta, list[Owner]]:
@@ -266,16 +265,11 @@ def _sources(body: Body, owners: Sequence[Owner], positions: dict[Owner, int]) -
     return [(True, place[owner]) if owner in place else (False, positions[owner]) for owner in owners]
 
 
-def _run(body: Body, source: list[tuple[bool, int]], weak: list[Any]) -> Callable:
-    """A branch as a function of leaves; ``weak`` says which of its results are weakly typed in all branches."""
+def _run(body: Body, source: list[tuple[bool, int]]) -> Callable:
+    """A branch as a function of leaves."""
 
     def run(leaves: Sequence[Any]) -> list[Any]:
         results = body.run(leaves)
-        chosen = [results[k] if own else leaves[k] for own, k in source]
-        return jax.tree.map(as_in_all, chosen, weak)
-
-    def as_in_all(x: Any, is_weak: bool) -> Any:
-        now = jax.typeof(x)
-        return jax.lax.convert_element_type(x, now.dtype) if now.weak_type and not is_weak else x
+        return [results[k] if own else leaves[k] for own, k in source]
 
     return run

@@ -281,10 +281,12 @@ def test_a_predicate_that_is_no_real_number_is_refused():
 
 
 def test_weak_types_stay_as_in_jax():
-    """The sum of a bfloat16 and a Python number chosen by cond is a bfloat16."""
+    """The sum of a bfloat16 and a Python number chosen by cond is a bfloat16, also if a branch returns an array."""
     number = nnx.cond(True, lambda: 1.0, lambda: 2.0)
     assert (jnp.ones((), jnp.bfloat16) + number).dtype == jnp.bfloat16
-    assert nnx.cond(True, lambda x: x, lambda x: 2.0, jnp.float32(1)).weak_type is False
+    for branches in [(lambda x: x, lambda x: 2.0), (lambda x: 2.0, lambda x: x)]:
+        ours, theirs = (cond(True, *branches, jnp.float32(1)) for cond in (nnx.cond, jax.lax.cond))
+        assert ours.weak_type == theirs.weak_type
 
 
 def test_eager_calls_trace_as_often_as_jax_does():
