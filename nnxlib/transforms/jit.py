@@ -48,7 +48,7 @@ from .literals import LiteralToken, literals_of
 from .plan import Compiled, Plan, WithOutcome
 from .prefixes import PrefixMapping, argument_entries, refuse_nodes, same_entries
 from .retraces import Traces
-from .selection import Selection, as_static, holders_in, names_of, numbers_of
+from .selection import Selection, as_static, holders_in
 from .signatures import as_jit
 from .stages import Stage
 
@@ -82,7 +82,7 @@ def jit(
         whether they change or not.
       out_shardings: the same for the output.
       static_argnums: numbers of arguments that are part of the program; compared by value (lists and dicts too).
-      static_argnames: the same, by name.
+      static_argnames: the same, by name. Each implies the other by the signature of ``fun``, unless both are given.
       donate_argnums: numbers of arguments whose buffers may be reused. Objects among them keep valid values.
       donate_argnames: the same, by name.
       **options: every other option of the installed ``jax.jit`` (``keep_unused``, ``inline``, ``compiler_options``...).
@@ -108,8 +108,7 @@ def jit(
       PlacementError: if what comes back does not fit its sharding; lists the paths.
     """
     check_options(options, jax.jit)
-    static = numbers_of(static_argnums, "static_argnums"), names_of(static_argnames, "static_argnames")
-    donated = numbers_of(donate_argnums, "donate_argnums"), names_of(donate_argnames, "donate_argnames")
+    static, donated = (static_argnums, static_argnames), (donate_argnums, donate_argnames)
     return JitWrapped(fun, in_shardings, out_shardings, static, donated, options)
 
 
@@ -131,8 +130,8 @@ class JitWrapped(Jitted, Generic[P, R]):
         fun: Callable[P, R],
         in_shardings: Any,
         out_shardings: Any,
-        static: tuple[tuple[int, ...], tuple[str, ...]],
-        donated: tuple[tuple[int, ...], tuple[str, ...]],
+        static: tuple[Any, Any],
+        donated: tuple[Any, Any],
         options: dict[str, Any],
     ):
         self._function, self._args, self._kwargs = resolve(fun)

@@ -72,14 +72,17 @@ def names_of(argnames: str | Iterable[str] | None, option: str) -> tuple[str, ..
 class Selection:
     """Arguments chosen by number or name; by the signature of the function, a number implies a name and vice versa.
 
-    The user's numbers count from the first argument that is not bound, after ``shift`` bound ones; negative ones count
-    from the last. The ``option`` is the beginning of what the user calls the choice, "static" or "donate".
+    As in JAX, it does not if the user gives both numbers and names; what is not given is None. The numbers count from
+    the first argument that is not bound, after ``shift`` bound ones; negative ones count from the last. The ``option``
+    is the beginning of what the user calls the choice, "static" or "donate".
 
     Raises:
+      ArgumentError: for what is not a number, or not a name.
       PrefixError: for a number or a name that the function does not have.
     """
 
-    def __init__(self, function: Callable, shift: int, numbers: tuple[int, ...], names: tuple[str, ...], option: str):
+    def __init__(self, function: Callable, shift: int, argnums: Any, argnames: Any, option: str):
+        numbers, names = numbers_of(argnums, f"{option}_argnums"), names_of(argnames, f"{option}_argnames")
         self._option = option
         self._chosen: set[int | str] = {*names}
         self._from_end: set[int] = set()  # of a function with *args: relative to the number of arguments in a call
@@ -97,14 +100,14 @@ class Selection:
                 self._from_end.add(number)
             else:
                 self._chosen.add(number + shift if number >= 0 else len(positional) + number)
-        known = {p.name for p in parameters}
+        known = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
         takes_any = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
         if (unknown := set(names) - known) and not takes_any:
             raise PrefixError(
                 f"{option}_argnames has {sorted(unknown)}, but {function.__name__} takes {sorted(known)}."
                 f"{did_you_mean(unknown, known)}"
             )
-        for i, p in enumerate(positional):
+        for i, p in enumerate(positional if argnums is None or argnames is None else ()):
             if i in self._chosen and p.kind is p.POSITIONAL_OR_KEYWORD:
                 self._chosen.add(p.name)
             elif p.name in self._chosen:
