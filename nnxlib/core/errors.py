@@ -57,6 +57,10 @@ class OutputError(NnxError, TypeError):
     """A value that a transformed function returns, or stores in an object, and that JAX cannot trace."""
 
 
+class IntegerRangeError(ArgumentError, OutputError, OverflowError):
+    """An integer of Python that is too large for the integers of JAX, as an argument or as what comes back."""
+
+
 class RetraceWarning(UserWarning):
     """A jitted function is traced and compiled anew at each call."""
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import all_leaves
 
-from ..core.errors import ArgumentError, OutputError, describe, format_path, listed, place_of
+from ..core.errors import ArgumentError, IntegerRangeError, OutputError, describe, format_path, listed, place_of
 from ..core.graph import After
 from ..core.layout import Layout
 from ..core.reprs import static_repr
@@ -35,7 +35,8 @@ def check_returned(after: After) -> None:
         try:
             jax.tree.map(jax.typeof, leaf)
         except (TypeError, OverflowError):
-            raise OutputError(
+            kind = IntegerRangeError if isinstance(leaf, int) else OutputError
+            raise kind(
                 f"{place_of(after.leaf_paths[k])} is set to a {type(leaf).__name__} ({leaf!r:.80}), which cannot come "
                 "out of a compiled function. Return arrays, and keep other values in static attributes or outside."
             ) from None
@@ -81,9 +82,10 @@ def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
     places = [_UNTRACEABLE_VALUE] * len(layout.variables) + [_UNTRACEABLE] * (len(leaves) - len(layout.variables))
     for path, leaf, message in reversed([*zip(layout.leaf_paths, leaves, places, strict=True)]):
         if not is_traceable(leaf) and not (path[:1] == ("captured",) and is_literal(leaf)):
-            name, kind = format_path(path), type(leaf).__name__
-            more = _OF_ARRAYS if dataclasses.is_dataclass(leaf) else _TOO_LARGE if isinstance(leaf, int) else ""
-            raise ArgumentError(message.format(name=name, kind=kind, value=leaf) + more)
+            said = message.format(name=format_path(path), kind=type(leaf).__name__, value=leaf)
+            if isinstance(leaf, int):
+                raise IntegerRangeError(said + _TOO_LARGE)
+            raise ArgumentError(said + (_OF_ARRAYS if dataclasses.is_dataclass(leaf) else ""))
 
 
 def explain_untraced(error: Exception, layout: Layout, leaves: Sequence[Any]) -> None:
