@@ -34,7 +34,7 @@ from .callables import as_bound, as_pair, resolve
 from .leaf_checks import check_returned, check_traceable, type_of
 from .lift import Arguments, Outcome, cross, finish
 from .naming import named
-from .selection import Selection, names_of
+from .selection import Selection
 from .tangents import (
     INEXACT,
     Argnums,
@@ -137,7 +137,7 @@ class _Custom:
         opaque = isinstance(fun, functools.partial) and not any(map(is_data, (*fun.args, *fun.keywords.values())))
         self._function, self._bound, self._kwargs = (fun, (), {}) if opaque else resolve(fun)
         stand_for(self, fun)
-        by_name = Selection(self._function, 0, (), names_of(nondiff_argnames, "nondiff_argnames"), "nondiff")
+        by_name = Selection(self._function, 0, None, nondiff_argnames, "nondiff")
         self._chosen = [*choices(nondiff_argnums), *by_name.among(len(parameters_of(self._function)))]
 
     @boundary
@@ -156,8 +156,12 @@ class _Custom:
         return finish(packed, ((leaves,), outcome))
 
     def _positional(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        """All arguments by position, as rules get them, with the defaults of those that were left out."""
-        bound = signature_of(self._function).bind(*self._bound, *args, **{**self._kwargs, **kwargs})
+        """All arguments by position, as rules get them, with the defaults of those that were left out.
+
+        What a partial has bound is constant, and no argument of the rule; so it is called by position, as in JAX.
+        """
+        f = _of_positions if isinstance(self._function, functools.partial) else self._function
+        bound = signature_of(f).bind(*self._bound, *args, **{**self._kwargs, **kwargs})
         bound.apply_defaults()
         if bound.kwargs:
             raise ArgumentError(f"{self!r} takes no keyword-only arguments, but was given {sorted(bound.kwargs)}.")
@@ -183,20 +187,25 @@ class _Custom:
         return f"{type(self).__name__}({getattr(self._function, '__qualname__', self._function)})"
 
 
+def _of_positions(*args: Any) -> None: ...
+
+
 class CustomVjp(_Custom):
     """A function with its own rule for gradients; what :func:`custom_vjp` returns."""
 
     _of_all = False  # whether the gradients of the arguments have leaves that are not floating, too
     _rules: tuple[Callable, Callable] | None = None
-    _optimize_remat = False
+    _options: dict[str, bool]
 
     def defvjp(self, fwd: Callable, bwd: Callable, symbolic_zeros: bool = False, optimize_remat: bool = False) -> None:
-        """Set the rule. It gets arrays also for gradients that are zero: JAX's ``symbolic_zeros`` is not supported.
+        """Set the rule.
 
-        ``optimize_remat`` is the flag of JAX for functions under ``remat``.
+        With ``symbolic_zeros``, as in JAX, ``fwd`` gets each array as a ``CustomVJPPrimal`` (``value``, ``perturbed``),
+        and ``bwd`` a ``SymbolicZero`` for a gradient that is zero. Modules have arrays in any case, and gradients of
+        Modules zeros. ``optimize_remat`` is the flag of JAX for functions under ``remat``.
         """
-        _refuse_symbolic_zeros(symbolic_zeros)
-        self._rules, self._optimize_remat = (fwd, bwd), optimize_remat
+        self._rules = fwd, bwd
+        self._options = {"symbolic_zeros": symbolic_zeros, "optimize_remat": optimize_remat}
 
     def _transformed(self, call: _Call) -> Callable:
         if self._rules is None:
@@ -210,13 +219,15 @@ class CustomVjp(_Custom):
                 nondiff, _ = as_bound([args[i] for i in call.nondiff], {})
                 return pack((nondiff, residuals)), out
 
+            leaves = call.shown(leaves) if self._options["symbolic_zeros"] else leaves
             (packed, _), after = cross(run, call.layout, leaves, part=operator.itemgetter(1))
             return call.outputs(after), (packed.leaves, Tangents(packed.layout, ()))
 
         def bwd(saved: tuple, gradients: tuple[list[Any], Outcome, Tangents]) -> tuple:
             leaves, table = saved
             (nondiff, residuals), _ = build(table.layout, leaves)
-            of_arguments, of_output, paths = call.gradients(gradients[0], gradients[2], self._of_all)
+            values = _without_symbols(gradients[2], gradients[0])
+            of_arguments, of_output, paths = call.gradients(values, gradients[2], self._of_all)
             try:
                 found = backward(*nondiff, residuals, (of_arguments, of_output))
             except (TypeError, AttributeError, ValueError) as error:
@@ -224,7 +235,7 @@ class CustomVjp(_Custom):
                 raise
             return tuple(call.unfold(found, paths))
 
-        custom.defvjp(call.named(fwd, forward), named(bwd, backward), optimize_remat=self._optimize_remat)
+        custom.defvjp(call.named(fwd, forward), named(bwd, backward), **self._options)
         return custom
 
 
@@ -232,11 +243,11 @@ class CustomJvp(_Custom):
     """A function with its own rule for tangents; what :func:`custom_jvp` returns."""
 
     _rule: Callable | None = None
+    _symbolic_zeros = False
 
     def defjvp(self, jvp: Callable, symbolic_zeros: bool = False) -> Callable:
         """Set the rule; returns it, so that this can be used as a decorator. As to zeros, see :class:`CustomVjp`."""
-        _refuse_symbolic_zeros(symbolic_zeros)
-        self._rule = jvp
+        self._rule, self._symbolic_zeros = jvp, symbolic_zeros
         return jvp
 
     def defjvps(self, *jvps: Callable | None) -> None:
@@ -261,7 +272,8 @@ class CustomJvp(_Custom):
         def jvp(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
             integers = [k for k in own_leaves(call.layout) if not is_inexact(primals[k])]
             shown = Tangents(call.layout, (*call.tangents.positions, *integers))
-            along = tuple(shown.fold_arguments(shown.as_variables(shown.take(tangents)), call.diff))
+            values = _without_symbols(shown, shown.take(tangents))
+            along = tuple(shown.fold_arguments(shown.as_variables(values), call.diff))
 
             def run(*args: Any) -> Any:
                 nondiff, diff = [args[i] for i in call.nondiff], tuple([args[i] for i in call.diff])
@@ -274,13 +286,19 @@ class CustomJvp(_Custom):
             dots = [found[k] if k in found else zeros_like(leaf) for k, leaf in zip(changed.positions, leaves)]
             return out, (dots, outcome, changed)
 
-        custom.defjvp(named(jvp, rule))
+        custom.defjvp(named(jvp, rule), self._symbolic_zeros)
         return custom
 
 
-def _refuse_symbolic_zeros(symbolic_zeros: bool) -> None:
-    if symbolic_zeros:
-        raise ArgumentError("symbolic_zeros=True wraps each array given to a rule, which a Module cannot hold.")
+def _without_symbols(tangents: Tangents, values: Sequence[Any]) -> list[Any]:
+    """The values of some tangents; those in objects that are JAX's ``SymbolicZero`` as arrays."""
+    own = own_leaves(tangents.layout)
+    pairs = zip(tangents.positions, values, strict=True)
+    return [x if k in own else jax.tree.map(_as_zeros, x) for k, x in pairs]
+
+
+def _as_zeros(x: Any) -> Any:
+    return zeros_like(x.aval) if type(x) is jax.custom_derivatives.SymbolicZero else x
 
 
 def _prepare(function: Callable, args: tuple, chosen: Sequence[int | DiffState]) -> tuple[_Call, Packed]:
@@ -316,6 +334,12 @@ class _Call:
     def named(self, pure: Callable, f: Callable) -> Callable:
         """``pure``, a function of a list of leaves, as one of leaves, of which JAX speaks as of ``f``."""
         return named(lambda *leaves: pure([*leaves]), f, self.layout.leaf_paths)
+
+    def shown(self, leaves: Sequence[Any]) -> list[Any]:
+        """What a forward rule with ``symbolic_zeros`` sees: plain values in objects, and in nondiff_argnums."""
+        own, paths = own_leaves(self.layout), self.layout.leaf_paths
+        plain = jax.custom_derivatives.custom_vjp_primal_tree_values
+        return [x if k in own and paths[k][1] in self.diff else plain(x) for k, x in enumerate(leaves)]
 
     def pure(self, leaves: list[Any]) -> tuple[list[Any], Outcome, Tangents]:
         """The function as JAX calls it, on leaves."""
@@ -380,7 +404,7 @@ class _Call:
             raise ArgumentError(_WRONG_COUNT.format(count=len(self.diff), found=found))
         given = self.tangents.arguments(self.diff, returned)
         try:
-            found = self.tangents.unfold(given, self._shapes, "gradient", ignored)
+            found = self.tangents.unfold(given, self._shapes, "gradient", ignored, of_any_float=True)
         except ArgumentError as error:
             error.add_note(_GIVEN)
             raise

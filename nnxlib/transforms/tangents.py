@@ -8,6 +8,7 @@ arguments or the output, with a State by path in place of each node. :class:`Tan
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -249,7 +250,9 @@ class Tangents(NamedTuple):
         kind, _ = root.treedef.node_data()
         return kind(args, *(None for _ in others))  # None may stand for any part
 
-    def unfold(self, tree: Any, leaves: Leaves, name: str, ignored: Collection[tuple] = ()) -> dict[int, Any]:
+    def unfold(
+        self, tree: Any, leaves: Leaves, name: str, ignored: Collection[tuple] = (), of_any_float: bool = False
+    ) -> dict[int, Any]:
         """The inverse of :meth:`fold`: the values that the tree gives, by position.
 
         Args:
@@ -258,6 +261,7 @@ class Tangents(NamedTuple):
           leaves: the leaves of the packed pytree, whose shapes and types the values must have.
           name: what the user calls the values.
           ignored: paths at which the tree may have something that does not belong.
+          of_any_float: whether values may be of another floating type.
 
         Raises:
           ArgumentError: if the tree is not like the pytree, or has a value where none belongs or of another shape or
@@ -267,7 +271,7 @@ class Tangents(NamedTuple):
         for path, value in _unfold(self.layout, self.layout.root, (), tree, name):
             k = self.layout.positions.get(path)
             if k is not None and k in self.positions:
-                found[k] = _like(leaves[k], value, f"The {name} of {place_of(path)}")
+                found[k] = _like(leaves[k], value, f"The {name} of {place_of(path)}", of_any_float)
             elif path not in ignored and not is_float0(value):
                 raise ArgumentError(_NO_TANGENT.format(name=name, path=place_of(path), why=self._why(k, leaves)))
         return found
@@ -324,7 +328,7 @@ def _unflatten(treedef: Any, leaves: list[Any]) -> Any:
     node, below = treedef.node_data(), treedef.children()
     if node is None:
         return leaves[0]
-    if not issubclass(node[0], tuple | list | dict):
+    if node[0] not in _BUILT_IN and not hasattr(node[0], "_fields"):
         return None if all(x is None for x in leaves) else treedef.unflatten(leaves)
     rest = iter(leaves)
     parts = [_unflatten(child, list(itertools.islice(rest, child.num_leaves))) for child in below]
@@ -333,6 +337,8 @@ def _unflatten(treedef: Any, leaves: list[Any]) -> Any:
 
 
 _LEAF = jtu.tree_structure(0)
+
+_BUILT_IN = {tuple, list, dict, OrderedDict, defaultdict}  # pytrees of JAX, besides named tuples
 
 
 def _unfold(layout: Layout, spec: Spec, path: tuple, tree: Any, name: str) -> Iterator[tuple[tuple, Any]]:
@@ -385,7 +391,7 @@ def is_float0(value: Any) -> bool:
     return getattr(value, "dtype", None) == jax.dtypes.float0
 
 
-def _like(leaf: Any, value: Any, what: str) -> Any:
+def _like(leaf: Any, value: Any, what: str, of_any_float: bool) -> Any:
     """``value`` as an array like ``leaf``; pytrees are left to JAX."""
     if not jtu.all_leaves([leaf]) or is_float0(value):
         return value
@@ -396,7 +402,9 @@ def _like(leaf: Any, value: Any, what: str) -> Any:
         value = jnp.asarray(value, None if as_weak or is_too_wide else dtype)
     elif isinstance(value, np.ndarray | np.generic):
         value = jnp.asarray(value)
-    if getattr(value, "shape", None) != jnp.shape(leaf) or value.dtype != dtype:
+    given = getattr(value, "dtype", None)
+    floats = of_any_float and all(x is not None and jnp.issubdtype(x, jnp.floating) for x in (given, dtype))
+    if getattr(value, "shape", None) != jnp.shape(leaf) or not (floats or given == dtype):
         expected = describe(type_of(leaf))
         raise ArgumentError(f"{what} must be {expected}, like the value itself, but is {describe(value)}.")
     return value

@@ -439,7 +439,6 @@ WRONG = {
     "text": (lambda: doubled()(nnx.Dict(x=nnx.Param("text")), A), r"The Variable args\[0\].x holds a str"),
     "jvp": (with_jvp(lambda p, t: (product(*p), jnp.ones(3))), r"tangent of <output> must be float32\[\]"),
     "jvp pair": (with_jvp(lambda p, t: product(*p)), r"must return a pair \(output, tangent\)"),
-    "symbolic": (lambda: nnx.custom_vjp(product).defvjp(same, same, symbolic_zeros=True), "symbolic_zeros"),
 }
 
 
@@ -449,6 +448,34 @@ def test_messages(case):
     run, message = WRONG[case]
     with pytest.raises(errors.ArgumentError, match=message):
         run()
+
+
+def test_symbolic_zeros_are_for_arrays():
+    """Rules get Modules with arrays in them, and States of zeros; ``float0`` stays as it is."""
+    told, symbolic = [], lambda x: type(x) is jax.custom_derivatives.SymbolicZero
+    f, g = nnx.custom_vjp(lambda m, a, b: (product(m, a), b)), nnx.custom_jvp(product)
+
+    def forward(m, a, b):
+        told.append((a.perturbed, b.perturbed))
+        return (product(m, a.value), b.value), (m, a.value)
+
+    def backward(residuals, gradients):
+        (m, a), ((of_m, *_), (of_out, of_b)) = residuals, gradients
+        told.append((symbolic(of_out), symbolic(of_b), of_m.x.value.tolist()))
+        return nnx.State({"x": of_out * a}), of_out * m.x.value, of_b
+
+    def rule(primals, tangents):
+        told.append((symbolic(tangents[1]), symbolic(tangents[0].y.value)))
+        return product(*primals), tangents[0].x * 5.0
+
+    f.defvjp(forward, backward, symbolic_zeros=True)
+    g.defjvp(rule, symbolic_zeros=True)
+    m = Net(2.0, 3.0)
+    assert nnx.grad(lambda m: f(m, A, 1.0)[0])(m).x.value == A
+    assert told == [(False, False), (False, True, 0.0)]
+    assert nnx.grad(lambda m: g(m, A))(m).x.value == 5
+    assert told[2:] == [(True, False)]
+    assert m.calls == 2
 
 
 def test_text_in_an_output():

@@ -1,6 +1,8 @@
 """Functions of arrays alone: the transforms of nnxlib give what those of JAX give, whose place they take in code."""
 
+import functools
 import inspect
+import re
 import types
 
 import jax
@@ -31,6 +33,57 @@ def with_backward(transforms, f, forward, backward, rules=None, **options):
     ours = lambda *args: backward(*args[:-1], args[-1][1])
     made.defvjp(forward, backward if transforms is jax else ours, **(rules or {}))
     return made
+
+
+def with_symbols(transforms):
+    """Gradients of rules that are told which tangents are zero, and what they were told."""
+    told, is_zero = [], lambda x: type(x) is jax.custom_derivatives.SymbolicZero
+
+    def forward(x, y):
+        told.append([x.perturbed, y.perturbed])
+        return (x.value * y.value, y.value), y.value
+
+    def backward(y, gradients):
+        told.append([*map(is_zero, gradients)])
+        return gradients[0] * y, gradients[1]
+
+    def rule(primals, tangents):
+        told.append([*map(is_zero, tangents)])
+        return primals[0] * primals[1], tangents[0]
+
+    symbols = {"symbolic_zeros": True}
+    f = with_backward(transforms, lambda x, y: (x * y, y), forward, backward, symbols)
+    g = transforms.custom_jvp(lambda x, y: x * y)
+    g.defjvp(rule, **symbols)
+    out = [transforms.grad(lambda x, y: f(x, y)[0])(2.0, 3.0), transforms.grad(lambda x: f(x, 1.0)[0])(2.0)]
+    return *out, transforms.grad(g)(2.0, 3.0), jax.jit(jax.vmap(transforms.grad(g)))(X, X), told
+
+
+class Own(list):
+    """A pytree that refuses to be made of None."""
+
+
+def own(_, parts):
+    assert None not in parts
+    return Own(parts)
+
+
+jax.tree_util.register_pytree_node(Own, lambda x: (x, None), own)
+
+
+def barriers(transforms, **options):
+    """How many arrays are kept from the compiler, with the gradient."""
+    f = transforms.grad(transforms.remat(lambda x, d: jnp.sin(jnp.sin(x) * d["y"]).sum(), **options))
+    text = jax.jit(f).lower(X, {"y": X}).as_text()
+    return f(X, {"y": X}), re.findall("optimization_barrier .*", text)
+
+
+def traced(transforms, *args, **kwargs):
+    """Which arguments of a jitted function are traced."""
+    seen = []
+    f = lambda x, y: seen.extend(isinstance(a, jax.core.Tracer) for a in (x, y))
+    transforms.jit(f, static_argnums=1, static_argnames="x")(*args, **kwargs)
+    return seen
 
 
 def exported(transforms, *args, **kwargs):
@@ -101,6 +154,22 @@ EXPRESSIONS = {
     "cond, an operand by name": lambda t: of_lax(t).cond(True, lambda x: 2 * x, lambda x: x, operand=X),
     "cond, None by name": lambda t: of_lax(t).cond(False, lambda _: X, lambda _: 2 * X, operand=None),
     "switch, an operand by name": lambda t: of_lax(t).switch(1, [lambda x: x, lambda x: 2 * x], operand=X),
+    "cond, a weak type and an array": lambda t: of_lax(t).cond(X[0] > 0, lambda: jnp.float32(1), lambda: 2.0),
+    "switch, an array and a weak type": lambda t: of_lax(t).switch(1, [lambda: jnp.float32(1), lambda: 2.0]),
+    "custom_jvp of a partial": lambda t: t.grad(
+        with_rule(t, functools.partial(lambda x, y, by: x * y * by, by=2.0), lambda p, dots: (p[0], dots[0] * p[1]))
+    )(2.0, 3.0),
+    "custom_vjp, a gradient of another width": lambda t: t.grad(
+        with_backward(t, jnp.sin, lambda x: (x, None), lambda _, g: (g.astype(jnp.bfloat16),))
+    )(jnp.float32(2)),
+    "custom_vjp, a list of its own class": lambda t: t.grad(
+        with_backward(t, lambda x: x[0], lambda x: (x[0], None), lambda _, g: (Own([g]),))
+    )(Own([2.0])),
+    "symbolic_zeros": with_symbols,
+    "remat, prevent_cse of each argument": lambda t: [
+        barriers(t, prevent_cse=cse) for cse in (True, (True, False), (False, {"y": True}), [False, False], False)
+    ],
+    "static_argnums and static_argnames": lambda t: [traced(t, 1, y=2), traced(t, 1, 2), traced(t, x=1, y=2)],
     "export": lambda t: exported(t, {"q": X}, 2.0),
     "export, by name": lambda t: exported(t, {"q": X}, y=2.0),
     "attributes": lambda t: [(w.__wrapped__.__name__, w.kept) for w in (getattr(t, n)(kept) for n in TRANSFORMS)],
@@ -168,6 +237,10 @@ WRONG = {
     "operands by position and by name": lambda t: of_lax(t).cond(True, lambda x: x, lambda x: x, X, operand=X),
     "a static array": lambda t: t.jit(lambda x: x, static_argnums=0)(X),
     "static and donated": lambda t: t.jit(lambda x: x, static_argnums=0, donate_argnums=0),
+    "an integer that is too large": lambda t: t.jit(lambda x: x)({"a": 2**100}),
+    "a carry that is too large": lambda t: of_lax(t).while_loop(lambda x: False, lambda x: x, 2**100),
+    "a result that is too large": lambda t: t.jit(lambda x: 2**100)(1),
+    "the name of *args": lambda t: t.jit(lambda x, *args: x, static_argnames="args"),
     "static and donated, by name": lambda t: t.jit(lambda x: x, static_argnums=0, donate_argnames="x"),
 }
 
