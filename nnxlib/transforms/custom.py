@@ -30,7 +30,7 @@ from ..core.pickling import global_name
 from ..core.rows import ROOT, NodeRow, Tree, children, count_leaves, own_leaf_paths
 from ..core.static import StaticArgument
 from ..core.tracing import boundary
-from .callables import as_bound, as_pair, resolve
+from .callables import as_bound, as_pair, check_options, resolve
 from .leaf_checks import check_returned, check_traceable, type_of
 from .lift import Arguments, Outcome, cross, finish
 from .naming import named
@@ -197,15 +197,24 @@ class CustomVjp(_Custom):
     _rules: tuple[Callable, Callable] | None = None
     _options: dict[str, bool]
 
-    def defvjp(self, fwd: Callable, bwd: Callable, symbolic_zeros: bool = False, optimize_remat: bool = False) -> None:
+    def defvjp(
+        self,
+        fwd: Callable,
+        bwd: Callable,
+        symbolic_zeros: bool = False,
+        optimize_remat: bool = False,
+        **options: bool,
+    ) -> None:
         """Set the rule.
 
         With ``symbolic_zeros``, as in JAX, ``fwd`` gets each array as a ``CustomVJPPrimal`` (``value``, ``perturbed``),
         and ``bwd`` a ``SymbolicZero`` for a gradient that is zero. Modules have arrays in any case, and gradients of
-        Modules zeros. ``optimize_remat`` is the flag of JAX for functions under ``remat``.
+        Modules zeros. ``optimize_remat`` is the flag of JAX for functions under ``remat``; further ``options`` are
+        those of the installed ``jax.custom_vjp``, such as ``generic_batching``.
         """
+        check_options(options, jax.custom_vjp.defvjp)
         self._rules = fwd, bwd
-        self._options = {"symbolic_zeros": symbolic_zeros, "optimize_remat": optimize_remat}
+        self._options = {"symbolic_zeros": symbolic_zeros, "optimize_remat": optimize_remat, **options}
 
     def _transformed(self, call: _Call) -> Callable:
         if self._rules is None:

@@ -1,6 +1,7 @@
 """nnx.custom_vjp and nnx.custom_jvp: rules that see Modules and States, state that changes, errors."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -476,6 +477,28 @@ def test_symbolic_zeros_are_for_arrays():
     assert nnx.grad(lambda m: g(m, A))(m).x.value == 5
     assert told[2:] == [(True, False)]
     assert m.calls == 2
+
+
+def test_other_options_of_jax():
+    """Of a version that has them; of another, they are refused as JAX refuses them."""
+    f = nnx.custom_vjp(product)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'batching'"):
+        f.defvjp(same, gives((None, None)), batching=True)
+    if "generic_batching" not in inspect.signature(jax.custom_vjp.defvjp).parameters:
+        pytest.skip("JAX has no generic_batching")
+
+    def gradient(custom, **options):
+        scaled = custom(lambda x, y: (x * y, y))
+        theirs = lambda _, g: (g[0], g[0] + g[1])
+        ours = lambda residuals, g: theirs(residuals, g[1])
+        scaled.defvjp(lambda x, y: ((x * y, y), None), theirs if custom is jax.custom_vjp else ours, **options)
+        mapped = jax.vmap(scaled, in_axes=(0, None), out_axes=(0, None))
+        return jax.grad(lambda y: sum(map(jnp.sum, mapped(jnp.ones(3), y))))(2.0)
+
+    assert gradient(nnx.custom_vjp, generic_batching=True) == gradient(jax.custom_vjp, generic_batching=True) == 4
+    for custom in nnx.custom_vjp, jax.custom_vjp:
+        with pytest.raises(ValueError, match="generic_batching"):
+            gradient(custom)
 
 
 def test_text_in_an_output():
