@@ -23,7 +23,7 @@ from .plan import Compiled, Plan
 _OTHER_STRUCTURE = "The arguments differ in structure from those it was compiled for:"
 _WITHOUT_STATIC = "A compiled function is called without its static arguments."
 _OF_ARGUMENTS = ("args_info", "in_avals", "input_formats", "input_shardings")
-_OF_OUTPUT = ("output_formats", "output_shardings")
+_OF_OUTPUT = ("out_avals", "output_formats", "output_shardings")
 _COMPILE_AGAIN = "Call the jitted function itself, which is compiled again where it has to be, or `lower` it for these."
 
 

@@ -216,6 +216,11 @@ def test_a_compiled_function_describes_arguments_and_output(name):
     assert str(getattr(compiled(nnx).compile(), name)) == str(getattr(compiled(jax).compile(), name))
 
 
+def test_a_traced_function_describes_its_output():
+    ours, theirs = (t.jit(lambda x: {"a": (x, None), "b": 2 * x}).trace(X) for t in (nnx, jax))
+    assert getattr(ours, "out_avals", None) == getattr(theirs, "out_avals", None)
+
+
 def test_outputs_with_shardings_are_described_in_their_order():
     """They come back by sharding."""
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
