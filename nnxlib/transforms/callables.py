@@ -24,7 +24,7 @@ from ..core.registration import register_pytree
 from ..core.rows import LEAF, Tree, value_of
 from ..core.static import StaticArgument
 from ..core.traversals import path_key
-from .selection import names_of, numbers_of
+from .selection import Selection, as_static, numbers_of
 
 
 def name_of(f: Callable) -> str:
@@ -195,23 +195,24 @@ def static_arguments(call: Callable, argnums: int | Sequence[int], argnames: str
 
     Raises:
       ArgumentError: for what is not a number.
-      PrefixError: when called with fewer arguments, if the function does not have one of that number.
+      PrefixError: when called with fewer arguments, if the function does not have one of that number; for a name that
+        it does not have.
     """
-    static, names = numbers_of(argnums, "static_argnums"), names_of(argnames, "static_argnames")
-    if unknown := set(names) - {p.name for p in parameters_of(call)}:
-        raise PrefixError(f"static_argnames has {sorted(unknown)}, which {name_of(call)} does not take.")
-    named = {n for n, p in enumerate(parameters_of(call)) if p.name in names}
+    static = numbers_of(argnums, "static_argnums")
+    named = Selection(call, 0, None, argnames, "static") if argnames else None
 
     @functools.wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = by_position(call, args, kwargs)
         if any(not -len(args) <= n < len(args) and not 0 <= n < _positional(call) for n in static):
             raise PrefixError(f"static_argnums={static} does not fit a call with {len(args)} positional arguments.")
-        chosen = named.union(n if n >= 0 else n + len(args) for n in static)
-        kwargs = {k: StaticArgument(x, ("kwargs", k)) if k in names else x for k, x in kwargs.items()}
+        chosen = {n if n >= 0 else n + len(args) for n in static}
+        if named:
+            chosen.update(named.among(len(args)))
+            kwargs = {k: as_static(x, k) if named.has(k) else x for k, x in kwargs.items()}
         return call(*(StaticArgument(x, ("args", n)) if n in chosen else x for n, x in enumerate(args)), **kwargs)
 
-    return wrapped if static or names else call
+    return wrapped if static or named else call
 
 
 def _positional(f: Callable) -> int:
