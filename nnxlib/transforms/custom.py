@@ -65,7 +65,8 @@ def custom_vjp(
     - ``backward`` takes the residuals and ``(gradients of the arguments, gradient of the output)``: those of the
       arguments as ``fun`` leaves them, a State of all floating leaves for each Module and None for others. It returns a
       tuple with a gradient for each argument: a State for each Module, in which what is left out is zero. Arguments
-      that are not differentiated are passed to ``backward`` first, and get no gradient from it.
+      that are not differentiated are passed to ``backward`` first, and get no gradient from it. A gradient may be of
+      another floating type than the value, as in JAX; then JAX refuses to add it to others, as in a loop.
 
     Args:
       fun: a function or method; may be left out, to be used as a decorator. The arguments are positional to the rule.
