@@ -202,6 +202,7 @@ class Variable(ArrayOperators[A], VariableSlots):
 
     # The name that flax.nnx uses inside. Published code sets it under any trace, which works unless a value is traced.
     _raw_value = property(get_raw_value, _put)
+    _can_update = property(lambda self: self.ref or self._trace_state.is_valid())
 
     def check_writable(self) -> None:
         """Raise :class:`TraceContextError` unless this Variable belongs to the running trace, or has a jax.Ref."""

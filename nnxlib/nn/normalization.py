@@ -1,15 +1,19 @@
 """The normalising layers, under the name that flax.nnx has for their module; and what its layers are made of.
 
 The functions with names that begin with ``_`` are there for published layers, such as batch renormalisation, that
-import them from flax.nnx.
+import them from flax.nnx; so are the names that flax.nnx itself imports there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import MappingProxyType as MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 
+from ..core.module import first_from as first_from
+from . import dtypes as dtypes
 from .dtypes import Array, Dtype, at_least_float32, canonicalize_dtype
 from .initializers import Initializer as Initializer
 from .norm import Axes as Axes
@@ -22,6 +26,8 @@ from .norm import mean_square, moments, normalize
 from .reparametrised import SpectralNorm as SpectralNorm
 from .reparametrised import WeightNorm as WeightNorm
 from .settings import as_tuple, frozen
+
+PromoteDtypeFn = Callable[..., Any]  # as `dtypes.promote_dtype`
 
 
 def _canonicalize_axes(rank: int, axes: Axes) -> tuple[int, ...]:

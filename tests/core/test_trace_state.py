@@ -80,6 +80,14 @@ def test_an_object_takes_over_a_trace_state():
     assert read(layer).tolist() == [3, 3]
 
 
+def test_a_variable_says_whether_the_running_trace_may_write_it():
+    plain, ref = nnx.Variable(1.0), nnx.Variable(1.0, ref=True)
+    seen = []
+    jax.make_jaxpr(lambda: seen.append((plain._can_update, ref._can_update, nnx.Variable(2.0)._can_update)))()
+    assert seen == [(False, True, True)]
+    assert plain._can_update
+
+
 def test_a_trace_state_without_an_object_can_be_given_another_trace():
     state = tracers.TraceState()
     seen = []

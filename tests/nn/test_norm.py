@@ -444,6 +444,41 @@ def test_published_layers_are_made_of_the_functions_that_the_layers_use(masked, 
     np.testing.assert_allclose(layer.mean.value, 0.01 * mean, rtol=1e-5)
 
 
+NO_METADATA = normalization.MappingProxyType({})
+
+
+class PublishedBatchNorm(nnx.Module):
+    """As EasyDeL has it: with what flax.nnx's module on normalisation itself imports, too."""
+
+    def __init__(
+        self,
+        features: int,
+        promote_dtype: normalization.PromoteDtypeFn = normalization.dtypes.promote_dtype,
+        metadata=NO_METADATA,
+    ):
+        self.mean, self.scale = nnx.BatchStat(jnp.zeros(features)), nnx.Param(jnp.ones(features), **metadata)
+        self.use_running_average, self.promote_dtype = False, promote_dtype
+
+    def __call__(self, x, use_running_average=None):
+        if normalization.first_from(use_running_average, self.use_running_average, error_msg="say which"):
+            return x - self.mean
+        x, scale = self.promote_dtype((x, self.scale[...]), dtype=jnp.float32)
+        mean, var = normalization._compute_stats(x, (0,), None)
+        if self.mean._can_update:
+            self.mean[...] = mean
+        return normalization._normalize(x, mean, var, scale, None, (0,), (1,), None, 1e-5)
+
+
+def test_published_layers_find_what_the_module_of_flax_nnx_imports():
+    layer, x = PublishedBatchNorm(4), array(3, 4)
+    y = jax.jit(layer)(x)  # raw JAX: the layer belongs to no trace
+    np.testing.assert_allclose(y.mean(0), 0, atol=1e-6)
+    assert (layer.mean == 0).all()
+    nnx.jit(layer)(x)
+    np.testing.assert_allclose(layer.mean, x.mean(0), rtol=1e-6)
+    np.testing.assert_array_equal(layer(x, use_running_average=True), x - layer.mean)
+
+
 def test_functions_for_published_layers_compute_in_float32_at_least():
     x = jnp.ones((3, 4), jnp.bfloat16)
     for dtype, found in (None, jnp.bfloat16), (jnp.float32, jnp.float32), (jnp.bfloat16, jnp.bfloat16):
