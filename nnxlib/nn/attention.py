@@ -36,7 +36,7 @@ from ..core.variables import Cache, Intermediate
 from . import initializers
 from .dtypes import Array, Dtype, at_least_float32, convert, input_error, promote_dtype
 from .initializers import Initializer
-from .linear import LinearGeneral
+from .linear import LinearGeneral, kernel_shape
 from .masks import combine_masks as combine_masks
 from .masks import make_attention_mask as make_attention_mask
 from .masks import make_causal_mask as make_causal_mask
@@ -755,8 +755,8 @@ class MultiHeadAttention(Module):
             raise UsageError(f"init_cache takes a shape (*batch, max_length, features), but got {tuple(input_shape)}.")
 
         def cache(projection: Any) -> Cache[Array]:
-            own = isinstance(projection, LinearGeneral)  # whose kernel may have been replaced by one of fewer heads
-            heads = projection.kernel.shape[-2:] if own else (self.num_kv_heads, self.head_dim)
+            shape = kernel_shape(projection)  # the kernel may have been replaced by one of fewer heads
+            heads = (self.num_kv_heads, self.head_dim) if shape is None else shape[-2:]
             return Cache(initializers.zeros(None, (*input_shape[:-1], *heads), dtype))
 
         self.cached_key, self.cached_value = cache(self.key), cache(self.value)

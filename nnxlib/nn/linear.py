@@ -158,10 +158,17 @@ class Linear(Module):
           LayerInputError: if the last axis of the input does not fit the kernel.
         """
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], value_or_none(self.bias)), dtype=self.dtype)
-        if x.shape[-1:] != kernel.shape[:1] and self.dot_general is lax.dot_general:
+        if x.shape[-1:] != kernel.shape[:-1] and self.dot_general is lax.dot_general:
             unlike = misfit("kernel", kernel, self.in_features, self.out_features)
-            raise input_error(self, f"inputs of shape [..., {kernel.shape[0]}]{unlike}", inputs)
+            size = kernel.shape[-2] if kernel.ndim > 1 else self.in_features
+            raise input_error(self, f"inputs of shape [..., {size}]{unlike}", inputs)
         return contract(self, self.dot_general, x, kernel, bias, (((x.ndim - 1,), (0,)), ((), ())), out_sharding)
+
+
+def kernel_shape(layer: Any) -> tuple[int, ...] | None:
+    """The shape that the kernel of a linear layer has now; None for what computes in a way of its own."""
+    own = isinstance(layer, Linear | LinearGeneral) and type(layer).__call__.__module__.startswith(f"{__package__}.")
+    return layer.kernel.shape if own else None
 
 
 class LinearGeneral(Module):
@@ -256,17 +263,20 @@ class LinearGeneral(Module):
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], value_or_none(self.bias)), dtype=self.dtype)
         n_batch, n_in = len(self.batch_axis), len(self.axis)
         axes = sorted([a % x.ndim if -x.ndim <= a < x.ndim else x.ndim for a in self.axis])
-        contracted = (*range(n_batch), *axes)
-        if x.ndim in axes or tuple([x.shape[a] for a in contracted]) != kernel.shape[: n_batch + n_in]:
+        contracted, n_out = (*range(n_batch), *axes), len(self.out_features)
+        if x.ndim in axes or tuple([x.shape[a] for a in contracted]) != kernel.shape[: kernel.ndim - n_out]:
             sizes = dict(zip((*range(n_batch), *map(int, sorted(self.axis))), kernel.shape, strict=False))
-            raise input_error(self, f"inputs whose axes have the sizes {sizes} (axis: size)", inputs)
+            batch = [self.batch_axis[a] for a in range(n_batch)]
+            unlike = misfit("kernel", kernel, *batch, *self.in_features, *self.out_features)
+            raise input_error(self, f"inputs whose axes have the sizes {sizes} (axis: size){unlike}", inputs)
         batch = tuple(range(n_batch))
         dimensions = ((tuple(axes), tuple(range(n_batch, n_batch + n_in))), (batch, batch))
         dot_general = self.dot_general if self.dot_general_cls is None else self.dot_general_cls()
         if bias is None or not n_batch:
             return contract(self, dot_general, x, kernel, bias, dimensions, out_sharding)
         y = contract(self, dot_general, x, kernel, None, dimensions, out_sharding)
-        return y + jnp.reshape(bias, bias.shape[:n_batch] + (1,) * (y.ndim - bias.ndim) + bias.shape[n_batch:])
+        between = (1,) * (y.ndim - bias.ndim)
+        return add_bias(y, jnp.reshape(bias, bias.shape[:n_batch] + between + bias.shape[n_batch:]))
 
 
 def reshaped(value: Any, shape: tuple[int, ...], metadata: Metadata) -> Param:
@@ -342,9 +352,10 @@ class Einsum(Module):
           LayerInputError: if the input does not fit the equation and the kernel.
           ValueError: if neither the call nor the constructor gave an equation, or the bias does not fit it.
         """
-        equation = self.einsum_str if einsum_str is None else _checked_equation(einsum_str)
+        equation = self.einsum_str if einsum_str is None else einsum_str
         if equation is None:
             raise UsageError("Einsum has no equation: give einsum_str to the constructor or to the call.")
+        equation = _checked_equation(equation)
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], value_or_none(self.bias)), dtype=self.dtype)
         kwargs = given(out_sharding=out_sharding, preferred_element_type=self.preferred_element_type)
         try:
@@ -450,13 +461,20 @@ class Embed(Module):
         indices = inputs if hasattr(inputs, "dtype") else jnp.asarray(inputs)
         if not jnp.issubdtype(indices.dtype, jnp.integer):
             raise input_error(self, "inputs of an integer dtype", indices)
-        table = self.embedding[...]
+        table = self._table(indices)
         # The gradient of a vector is summed over all places where it is looked up, in the dtype of the table; a sum of
         # ones in bfloat16 stops at 256. So a cast to a narrower dtype comes after the look-up, which is also less work.
         cast = functools.partial(self.promote_dtype, dtype=self.dtype, inexact=False)
         if _is_narrower(self.dtype, table.dtype):
             return cast((self._found(convert(table, table.dtype), indices, out_sharding),))[0]
         return self._found(cast((table,))[0], indices, out_sharding)
+
+    def _table(self, inputs: Any) -> Array:
+        table = self.embedding[...]
+        if table.ndim != 2:
+            unlike = misfit("embedding", table, self.num_embeddings, self.features)
+            raise input_error(self, f"inputs if it has a matrix{unlike}", inputs)
+        return table
 
     def _found(self, table: Array, indices: Array, out_sharding: Any) -> Array:
         if table.shape[0] == 1:  # there is nothing to look up, and a gather of one row is slow
@@ -474,9 +492,9 @@ class Embed(Module):
         Raises:
           LayerInputError: if the last axis of the query does not fit.
         """
-        x, table = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
+        x, table = self.promote_dtype((query, self._table(query)), dtype=self.dtype)
         if x.shape[-1:] != table.shape[-1:]:
-            raise input_error(self, f"queries of shape [..., {self.features}]", query)
+            raise input_error(self, f"queries of shape [..., {table.shape[-1]}]", query)
         return jnp.dot(x, table.T, **given(out_sharding=out_sharding))
 
 

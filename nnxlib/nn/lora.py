@@ -31,7 +31,7 @@ from ..core.rngs import Rngs
 from ..core.tracing import boundary
 from ..core.variables import Param, Variable
 from . import initializers
-from .dtypes import Array, Dtype, at_least_float32, input_error, promote_dtype
+from .dtypes import Array, Dtype, at_least_float32, input_error, misfit, promote_dtype
 from .initializers import Initializer
 from .linear import Linear, LinearGeneral
 from .settings import NO_METADATA, Metadata, as_tuple, drawn, given
@@ -127,8 +127,9 @@ class LoRA(Module):
           ValueError: if the base cannot be called, or its output is of another shape.
         """
         inputs, a, b = self.promote_dtype((x, self.lora_a.get_value(), self.lora_b.get_value()), dtype=self.dtype)
-        if inputs.shape[-1:] != a.shape[:1]:
-            raise input_error(self, f"inputs of shape [..., {a.shape[0]}]", x)
+        if inputs.shape[-1:] != a.shape[:-1]:
+            unlike = misfit("lora_a", a, self.in_features, a.shape[-1])
+            raise input_error(self, f"inputs of shape [..., {a.shape[-2]}]{unlike}", x)
         out = _product(inputs, a, b)
         if self.base_module is None:
             return out
@@ -412,8 +413,9 @@ def _not_mergeable(layer: Any, holders: dict[int, list[tuple[Any, Any]]]) -> str
         base = layer.base_module
         if type(base) is not Linear:
             return f"it is around a {type(base).__name__}, and only the kernel of a Linear can take it up."
-        if base.kernel.shape != (layer.in_features, layer.out_features):
-            return f"it has the sizes {layer._nnx_sizes()}, but the kernel of its Linear {describe(base.kernel)}."
+        a, b = layer.lora_a.shape, layer.lora_b.shape
+        if base.kernel.shape != (*a[:-1], b[-1]):
+            return f"it has the sizes {a[-2]}->{a[-1]}->{b[-1]}, but the kernel of its Linear {describe(base.kernel)}."
         if len(holders[id(base)]) > 1:
             return "others use its Linear without it, and would change; leave it out of the filter."
         held = holders.get(id(layer), [])

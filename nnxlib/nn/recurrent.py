@@ -36,7 +36,7 @@ from . import initializers
 from .activations import sigmoid, tanh
 from .dtypes import Array, Dtype, at_least_float32, broadcast_together, input_error, promote_dtype
 from .initializers import Initializer
-from .linear import Linear
+from .linear import Linear, kernel_shape
 from .settings import NO_METADATA, Metadata, default_bias_init, default_kernel_init, frozen
 
 A = TypeVar("A")
@@ -104,8 +104,16 @@ class _VectorCell(RNNCellBase):
     promote_dtype: Callable[..., Any]
     rngs: RngStream | None
 
+    _maps = "dense_i", "dense_h"  # one of the linear maps of an input, and one of those of a vector
+
     def _nnx_sizes(self) -> str:
         return f"{self.in_features}->{self.hidden_features}"
+
+    def _sizes(self) -> list[int]:
+        """The sizes of an input and of a vector of the carry: those that kernels have now, if these are ours."""
+        shapes = [kernel_shape(getattr(self, name, None)) for name in self._maps]
+        declared = self.in_features, self.hidden_features
+        return [size if shape is None else shape[-2] for shape, size in zip(shapes, declared, strict=True)]
 
     @property
     def num_feature_axes(self) -> int:
@@ -136,7 +144,7 @@ class _VectorCell(RNNCellBase):
                 f"initialize_carry takes the shape of an input, (*batch, {self.in_features}), but got "
                 f"{describe(input_shape)}. Of an array pass array.shape."
             )
-        shape = (*input_shape[:-1], self.hidden_features)
+        shape = (*input_shape[:-1], self._sizes()[1])
         init = self.carry_init if carry_init is None else carry_init
         stream = rngs.carry if isinstance(rngs, Rngs) else rngs
         if init is None:
@@ -160,9 +168,10 @@ class _VectorCell(RNNCellBase):
 
     def _check(self, inputs: Array, *vectors: Array) -> None:
         """Check an input, and the vectors of a carry, whose batch axes may also be 1 or missing."""
-        expected = (*inputs.shape[:-1], self.hidden_features)
-        if inputs.shape[-1:] != (self.in_features,):
-            raise input_error(self, f"inputs of shape [..., {self.in_features}]", inputs)
+        n_in, n_hidden = self._sizes()
+        expected = (*inputs.shape[:-1], n_hidden)
+        if inputs.shape[-1:] != (n_in,):
+            raise input_error(self, f"inputs of shape [..., {n_in}]", inputs)
         for h in vectors:
             if not hasattr(h, "shape"):
                 raise input_error(self, f"a carry of arrays {list(expected)}", h)
@@ -385,6 +394,8 @@ class LSTMCell(_LongShortTermCell):
     >>> c.shape, h.shape, y is h
     ((2, 4), (2, 4), True)
     """
+
+    _maps = "ii", "hi"
 
     def _make_maps(self, of_input: Callable[..., Linear], of_carry: Callable[..., Linear]) -> None:
         features = self.hidden_features

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.errors import ArgumentError, UsageError, accepts, describe
-from ..core.formulas import step
+from ..core.formulas import broadcasts, step
 from ..core.metadata import VariableMetadata
 from ..core.rngs import Rngs, RngStream
 from ..core.variables import Param
@@ -136,7 +136,13 @@ def value_or_none(param: Param[Array] | None) -> Array | None:
 
 @step()
 def add_bias(y: Array, bias: Array) -> Array:
-    """Add a bias to the last axes."""
+    """Add a bias to the last axes.
+
+    Raises:
+      ValueError: if it does not broadcast to them: one that was left as it was when the kernel was replaced.
+    """
+    if not broadcasts(bias.shape, y.shape):
+        raise UsageError(f"The bias {describe(bias)} does not fit the output {describe(y)} of its layer.")
     return y + aligned(bias, y.ndim)
 
 

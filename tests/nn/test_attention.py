@@ -497,6 +497,19 @@ def test_decoding_with_the_heads_that_a_layer_has_now():
     )
 
 
+def test_the_cache_of_a_map_of_the_users_own_has_the_declared_heads():
+    """The kernel of a subclass with a forward of its own may be packed, and say nothing of them."""
+
+    class Packed(nnx.LinearGeneral):
+        def __call__(self, inputs, out_sharding=None):
+            return jnp.einsum("...a,ahd->...hd", inputs, jnp.concatenate([self.kernel.value] * 2, axis=-1))
+
+    layer, x = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0)), jnp.ones((1, 3, 8))
+    layer.key = Packed(8, (2, 2), rngs=nnx.Rngs(1))
+    layer.init_cache(x.shape)
+    np.testing.assert_allclose(layer(x, decode=True), layer(x, decode=False, is_causal=True), rtol=1e-5)
+
+
 def test_decoding_by_a_wrapped_function():
     """What wraps a function that takes positions is given them, too: another function in its name, or a partial."""
     rope = functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE())

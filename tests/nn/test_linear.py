@@ -119,6 +119,44 @@ def test_a_replaced_kernel_counts_not_the_declared_sizes():
     assert layer(jnp.ones((1, 3))).tolist() == [[3.0, 3.0]]
 
 
+@pytest.mark.parametrize("name", ["Linear", "LinearGeneral", "LoRA", "Embed"])
+def test_a_stack_is_no_layer(name):
+    """Even if it has as many layers as an input has features; nor is it a table to look up in."""
+    make = {
+        "Linear": lambda key: nnx.Linear(4, 2, rngs=nnx.Rngs(key)),
+        "LinearGeneral": lambda key: nnx.LinearGeneral(4, (2, 2), rngs=nnx.Rngs(key)),
+        "LoRA": lambda key: nnx.LoRA(4, 2, 4, rngs=nnx.Rngs(key)),
+        "Embed": lambda key: nnx.Embed(4, 3, rngs=nnx.Rngs(key)),
+    }[name]
+    stack = nnx.vmap(make)(jax.random.split(jax.random.key(0), 4))
+    x = jnp.arange(2) if name == "Embed" else jnp.ones((2, 4))
+    calls = [stack, stack.attend] if name == "Embed" else [stack]
+    for call in calls:
+        with pytest.raises(LayerInputError, match=r"its \w+ is float32\[4, 4, .* as declared: it is a stack of layers"):
+            call(x)
+    assert nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(stack, x).shape[:2] == (4, 2)
+
+
+@pytest.mark.parametrize("batch_axis", [{}, {0: 2}])
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit])
+def test_a_bias_that_does_not_fit_is_refused(batch_axis, wrap):
+    """It would make outputs of one head that two heads had, by broadcasting, after the kernel was pruned."""
+    layer = nnx.LinearGeneral(3, (2, 4), batch_axis=batch_axis, rngs=nnx.Rngs(0))
+    layer.kernel.value = layer.kernel.value[..., :1, :]
+    with pytest.raises(ValueError, match=r"bias float32\[.*2, 4\] does not fit the output float32\[2, .*1, 4\]"):
+        wrap(lambda layer, x: layer(x))(layer, jnp.ones((2, 5, 3)))
+    layer.bias.value = layer.bias.value[..., :1, :]
+    assert layer(jnp.ones((2, 5, 3))).shape == (2, 5, 1, 4)
+
+
+def test_an_equation_may_be_set_later():
+    """With spaces, as in the constructor."""
+    layer = nnx.Einsum("ab,bc->ac", (3, 4), (4,), rngs=nnx.Rngs(0))
+    expected = layer(jnp.ones((2, 3)))
+    layer.einsum_str = "a b, b c -> a c"
+    np.testing.assert_array_equal(layer(jnp.ones((2, 3))), expected)
+
+
 def test_lists_numpy_arrays_and_variables_are_inputs():
     """Whatever JAX takes for an array is one."""
     layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))

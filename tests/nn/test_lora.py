@@ -178,6 +178,17 @@ def test_a_pruned_layer_is_adapted_as_it_is_now(kind):
     np.testing.assert_allclose(layer(array(2, 3)), adapted, rtol=1e-5, atol=1e-5)
 
 
+def test_a_pruned_wrapper_is_merged_as_it_is_now():
+    """The sizes are those of its parameters, not those that it was made with; a stack of wrappers has one more axis."""
+    lora = nnx.LoRA(4, 2, 6, base_module=nnx.Linear(4, 6, rngs=nnx.Rngs(0)), b_initializer=normal, rngs=nnx.Rngs(1))
+    for variable, kept in ((lora.base_module.kernel, 1), (lora.base_module.bias, 0), (lora.lora_b, 1)):
+        variable.value = jnp.take(variable.value, jnp.arange(5), kept)
+    model = nnx.List([lora])
+    adapted = model[0](array(2, 4))
+    nnx.merge_lora(model)
+    np.testing.assert_allclose(model[0](array(2, 4)), adapted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("base", [nnx.Linear, nnx.LinearGeneral])
 def test_the_call_of_the_layer_below_may_be_one_that_takes_no_sharding(monkeypatch, base):
     """Exporters replace the call of Linear by a function of one argument; a sharding is passed on if there is one."""

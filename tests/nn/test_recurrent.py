@@ -126,6 +126,34 @@ def test_the_parameters_of_a_cell(name):
     assert isinstance(make(name, keep_rngs=True).rngs, nnx.RngStream)
 
 
+@pytest.mark.parametrize("name", CELLS)
+def test_a_pruned_cell_has_the_sizes_of_its_kernels(name):
+    """It begins with a carry of that size, and computes what a cell does that was made so small."""
+    cell, small = make(name), getattr(nnx, name)(2, 3, rngs=nnx.Rngs(1))
+    for (_, layer), (_, own) in zip(nnx.iter_modules(cell), nnx.iter_modules(small), strict=True):
+        if isinstance(layer, nnx.Linear):
+            layer.kernel.value = own.kernel.value
+            if layer.bias is not None:
+                layer.bias.value = own.bias.value
+    x = array(2, 5, 2)
+    for rnn, own in ((nnx.RNN, nnx.RNN), (lambda c: nnx.RNN(c, return_carry=True, reverse=True),) * 2):
+        jax.tree.map(np.testing.assert_array_equal, rnn(cell)(x), own(small)(x))
+    with pytest.raises(LayerInputError, match=rf"{name} 3->4\) takes inputs of shape \[\.\.\., 2\]"):
+        cell(cell.initialize_carry((2, 2)), x[:, 0, :1])
+
+
+def test_a_map_of_the_users_own_says_nothing_of_the_size_of_a_carry():
+    """Its kernel may be packed; then what was declared counts."""
+
+    class Packed(nnx.Linear):
+        def __call__(self, inputs, out_sharding=None):
+            return inputs @ jnp.concatenate([self.kernel.value] * 2)
+
+    cell = make("GRUCell")
+    cell.dense_h = Packed(2, 12, rngs=nnx.Rngs(0))
+    assert nnx.RNN(cell)(array(2, 5, 3)).shape == (2, 5, 4)
+
+
 def test_a_residual_cell_adds_its_state_inside_of_the_activation():
     cell = make("SimpleCell", residual=True)
     h, x = array(2, 4), array(2, 3)
