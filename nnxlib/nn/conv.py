@@ -22,7 +22,7 @@ from ..core.formulas import multiply, product, step
 from ..core.module import Module
 from ..core.rngs import Rngs
 from ..core.variables import Param
-from .dtypes import Array, Dtype, input_error, promote_dtype
+from .dtypes import Array, Dtype, input_error, misfit, promote_dtype
 from .initializers import Initializer
 from .settings import (
     NO_METADATA,
@@ -130,9 +130,12 @@ def _with_one_batch_axis(
     layer: Any, inputs: Array, rank: int, channels: int, channels_last: bool = True
 ) -> tuple[Array, tuple[int, ...]]:
     """The input with its batch axes merged into one, and what they were."""
-    if inputs.ndim <= rank or (channels_last and inputs.shape[-1] != channels):
-        takes = f"inputs of shape [*batch, {'*, ' * rank}{channels}] ({rank} spatial axes, {channels} channels)"
-        raise input_error(layer, takes, inputs)
+    kernel = layer.kernel[...]
+    if inputs.ndim <= rank or (channels_last and (inputs.shape[-1] != channels or kernel.ndim != rank + 2)):
+        groups = getattr(layer, "feature_group_count", 1)
+        apart = f" in {groups} groups, its feature_group_count" if groups != 1 else ""
+        takes = f"inputs of shape [*batch, {'*, ' * rank}{channels}] ({rank} spatial axes, {channels} channels{apart})"
+        raise input_error(layer, takes + misfit("kernel", kernel, *layer.kernel_shape), inputs)
     batch = inputs.shape[: inputs.ndim - rank - 1]
     if len(batch) != 1:
         inputs = jnp.reshape(inputs, (math.prod(batch), *inputs.shape[len(batch) :]))
@@ -265,7 +268,7 @@ class Conv(Module):
         convolve, channels = self.conv_general_dilated, kernel.shape[-2] * self.feature_group_count
         x, batch = _with_one_batch_axis(self, inputs, rank, channels, convolve is lax.conv_general_dilated)
         kernel_dilation = _per_axis("kernel_dilation", self.kernel_dilation, rank)
-        x, padding = _pad(x, canonicalize_padding(self.padding, rank), self.kernel_size, kernel_dilation)
+        x, padding = _pad(x, canonicalize_padding(self.padding, rank), kernel.shape[:rank], kernel_dilation)
         x, kernel, bias = self.promote_dtype((x, _masked(self, kernel), _bias(self)), dtype=self.dtype)
         kwargs = given(out_sharding=out_sharding, preferred_element_type=self.preferred_element_type)
         y = (_conv_general_dilated if convolve is lax.conv_general_dilated else convolve)(

@@ -260,6 +260,32 @@ def test_groups_see_their_own_channels():
         layer(jnp.ones((5, 1)))
 
 
+@pytest.mark.parametrize("padding", ["SAME", "CIRCULAR", "REFLECT", "CAUSAL", "VALID"])
+def test_padding_is_for_the_kernel_that_the_layer_has_now(padding):
+    """Not for the extent that was declared: a kernel may have been cropped."""
+    make = lambda size: nnx.Conv(2, 3, size, padding=padding, kernel_dilation=2, rngs=nnx.Rngs(0))
+    cropped, small, x = make(5), make(3), array(9, 2)
+    cropped.kernel.value = small.kernel.value
+    np.testing.assert_array_equal(cropped(x), small(x))
+
+
+def test_kernels_that_do_not_fit_the_layer_are_told_from_a_wrong_input():
+    """A stack of them; fewer channels in groups that were not counted anew; a bias that was left as it was."""
+    layer = nnx.Conv(4, 4, 3, feature_group_count=4, rngs=nnx.Rngs(0))
+    kernel = layer.kernel.value
+    layer.kernel.value = jnp.stack([kernel, kernel])
+    with pytest.raises(LayerInputError, match=r"its kernel is float32\[2, 3, 1, 4\].*a stack of layers"):
+        layer(array(9, 4))
+    layer.kernel.value = kernel[..., :2]
+    with pytest.raises(LayerInputError, match=r"4 channels in 4 groups, its feature_group_count\) \(its kernel is"):
+        layer(array(9, 2))
+    layer.feature_group_count = 2
+    with pytest.raises(ValueError, match=r"bias float32\[4\] does not fit the output float32\[1, 9, 2\]"):
+        layer(array(9, 2))
+    layer.bias.value = jnp.zeros(2)
+    assert layer(array(9, 2)).shape == (9, 2)
+
+
 def test_custom_convolutions_are_used():
     """A `conv_general_dilated` of the user's replaces ours."""
     twice = lambda *args, **kwargs: 2 * jax.lax.conv_general_dilated(*args, **kwargs)
