@@ -211,7 +211,7 @@ def _reduction_axes(layer: Any, x: Any) -> tuple[int, ...]:
 
 
 def _feature_axes(layer: Any, x: Any, axes: Axes, **parameters: Array | None) -> tuple[int, ...]:
-    """The axes counted from the front, checked to hold as many elements as the first parameter that there is.
+    """The axes counted from the front, checked to hold as many elements as each parameter that there is.
 
     The number of features that the layer declares does not decide: code prunes channels by replacing the parameters,
     and in a ``shard_map`` a parameter is only a part.
@@ -222,9 +222,8 @@ def _feature_axes(layer: Any, x: Any, axes: Axes, **parameters: Array | None) ->
             sizes = [x.shape[a] if 0 <= a < x.ndim else -1 for a in absolute]
             if math.prod(sizes) != parameter.size:
                 listed = ", ".join(map(str, as_tuple(axes)))
-                unlike = misfit(name, parameter, layer.num_features)
+                unlike = misfit(name, parameter, layer.num_features) or f" (as its {name} has)"
                 raise input_error(layer, f"inputs with {parameter.size} features on axis {listed}{unlike}", x)
-            break
     return absolute
 
 
@@ -348,7 +347,8 @@ class BatchNorm(Module):
             raise UsageError(NO_MODE.format("use_running_average", "BatchNorm"))
         running_mean, running_var = self.mean.get_value(), self.var.get_value()
         scale, bias = value_or_none(self.scale), value_or_none(self.bias)
-        feature_axes = _feature_axes(self, x, self.axis, scale=scale, bias=bias, mean=running_mean)
+        statistics = {"mean": running_mean, "var": running_var}
+        feature_axes = _feature_axes(self, x, self.axis, scale=scale, bias=bias, **statistics)
         axes = tuple([a for a in range(x.ndim) if a not in feature_axes])
         x, mean, var, scale, bias = self.promote_dtype((x, running_mean, running_var, scale, bias), dtype=self.dtype)
         valid = None
@@ -633,19 +633,26 @@ class GroupNorm(Module):
           LayerInputError: if the last axis has another size, or there is no axis before it.
           ValueError: if ``reduction_axes`` does not include the feature axis.
         """
-        if x.ndim < 2 or x.shape[-1] != self.num_groups * self.group_size:
-            features = self.num_groups * self.group_size
-            raise input_error(self, f"inputs of shape [batch, *spatial, {features}]", x)
+        scale, bias = value_or_none(self.scale), value_or_none(self.bias)
+        features = self.num_groups * self.group_size
+        parameters = ("scale", scale), ("bias", bias)
+        unlike = [misfit(name, p, features) for name, p in parameters if p is not None and p.size != features]
+        if x.ndim < 2 or x.shape[-1] != features or unlike:
+            hint = unlike[0] + _SET_GROUPS if unlike else ""
+            raise input_error(self, f"inputs of shape [batch, *spatial, {features}]{hint}", x)
         feature_axis = x.ndim - 1
         axes = tuple(range(1, x.ndim)) if self.reduction_axes is None else _reduction_axes(self, x)
         if feature_axis not in axes:
             raise UsageError(f"reduction_axes {self.reduction_axes} of GroupNorm must include the feature axis, -1.")
-        x, scale, bias = self.promote_dtype((x, value_or_none(self.scale), value_or_none(self.bias)), dtype=self.dtype)
+        x, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
         others = tuple([a for a in axes if a != feature_axis])
         mean, var, valid = _group_moments(x, mask, groups=self.num_groups, axes=others, **_moments_settings(self))
         return normalize(
             x, mean, var, valid, scale, bias, axes=others, feature_axes=(feature_axis,), epsilon=self.epsilon
         )
+
+
+_SET_GROUPS = ": set its num_groups and group_size to those that it has now"
 
 
 @formula("groups", "axes", "axis_name", "axis_index_groups", "use_fast_variance")

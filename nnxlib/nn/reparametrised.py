@@ -107,6 +107,14 @@ def _describe_params(module: Module) -> str:
     return ", ".join(f"{format_path(path)} ({describe(x.get_raw_value())})" for path, x in _params(module)) or "none"
 
 
+def _has_changed(wrapper: Any, path: Path, weight: Array) -> UsageError:
+    name = f"{type(wrapper.layer_instance).__name__}.{format_path(path)}"
+    return UsageError(
+        f"{type(wrapper).__name__}: {name} is {describe(weight)}, and had another shape when it was wrapped. Wrap the "
+        "layer again."
+    )
+
+
 @step("n_steps", "eager")
 def _spectral(weight: Array, u: Array, n_steps: int, epsilon: Any, eager: bool) -> tuple[Array, Array, Array]:
     """The weight divided by its largest singular value ``sigma``; and ``u`` and ``sigma``, for the next call."""
@@ -225,6 +233,8 @@ class SpectralNorm(_Reparametrised):
             if (*path, "u") in self.batch_stats:
                 kept_u, kept_sigma = self.batch_stats[*path, "u"], self.batch_stats[*path, "sigma"]
                 weight = param.get_raw_value()
+                if kept_u.shape[-1] != weight.shape[-1]:
+                    raise _has_changed(self, path, weight)
                 wide, u, sigma = _spectral(weight, kept_u.get_value(), self.n_steps, self.epsilon, at_top_level())
                 found.append((param, convert(wide, jnp.dtype(weight.dtype if self.dtype is None else self.dtype))))
                 if update_stats:
@@ -343,6 +353,8 @@ class WeightNorm(_Reparametrised):
                 others = tuple([a for a in range(weight.ndim) if a not in axes])
                 unit = _unit_over(weight, others, self.epsilon, at_top_level())
                 weight, scale = self.promote_dtype((weight, self._scale(path)), dtype=self.dtype)
+                if scale is not None and scale.shape != tuple([weight.shape[axis] for axis in axes]):
+                    raise _has_changed(self, path, weight)
                 shape = tuple([size if axis in axes else 1 for axis, size in enumerate(weight.shape)])
                 found.append((param, _scaled(unit, scale, shape, weight.dtype)))
         return found

@@ -329,12 +329,26 @@ def test_replaced_parameters_count_not_the_declared_features(name):
         layer(x)
 
 
+def test_groups_of_pruned_features_have_to_be_said():
+    """There may be fewer, or smaller ones; a bias that was forgotten is named, too."""
+    layer, x = nnx.GroupNorm(8, 4, rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (2, 3, 4))
+    layer.scale.value = jnp.ones(4)
+    for inputs in (x, jnp.ones((2, 3, 8))):
+        with pytest.raises(LayerInputError, match=r"its scale is float32\[4\], not \[8\] as declared\): set its num_g"):
+            layer(inputs)
+    layer.num_groups = 2
+    with pytest.raises(LayerInputError, match=r"its bias is float32\[8\], not \[4\]"):
+        layer(x)
+    layer.bias.value = jnp.zeros(4)
+    np.testing.assert_array_equal(layer(x), nnx.GroupNorm(4, 2, rngs=nnx.Rngs(0))(x))
+
+
 @pytest.mark.parametrize("name", ["bias", "var"])
 def test_batch_norm_that_fails_leaves_its_statistics_as_they_were(name):
     """Here one parameter of a layer was pruned, and another one was forgotten."""
     layer = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
     setattr(layer, name, type(getattr(layer, name))(jnp.ones(3)))
-    with pytest.raises(TypeError):
+    with pytest.raises(LayerInputError, match=rf"its {name} is float32\[3\], not \[4\] as declared"):
         layer(jnp.full((2, 4), 3.0))
     assert not layer.mean.value.any()
     assert (layer.var.value == 1).all()

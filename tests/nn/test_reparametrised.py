@@ -411,6 +411,19 @@ def test_a_weight_that_came_later():
 
 
 @each_wrapper
+def test_a_weight_that_was_replaced_by_one_of_another_shape(wrap):
+    """What the wrapper keeps about it does not fit, even if it is of the same size."""
+    wrapped = wrap(nnx.Linear(3, 4, rngs=rngs()))
+    wrapped.layer_instance.kernel.value = array(3, 2)
+    with pytest.raises(ValueError, match=r"Norm: Linear\.kernel is float32\[3, 2\].* Wrap the layer again"):
+        wrapped(array(2, 3))
+    whole = nnx.WeightNorm(nnx.Linear(3, 4, use_bias=False, rngs=rngs()), feature_axes=(0, 1), rngs=rngs())
+    whole.layer_instance.kernel.value = array(4, 3)
+    with pytest.raises(ValueError, match="Wrap the layer again"):
+        whole(array(2, 4))
+
+
+@each_wrapper
 def test_paths_below_a_wrapper_are_those_of_the_state(wrap):
     """Eagerly and compiled, with the wrapper inside another Module."""
     seen = []
