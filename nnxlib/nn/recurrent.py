@@ -46,7 +46,7 @@ Shape = tuple[int, ...]
 
 
 def modified_orthogonal(key: Array, shape: Shape, dtype: Dtype = jnp.float32) -> Array:
-    """Draw an orthogonal matrix; in float32 for dtypes of lower precision, which have no QR decomposition.
+    """Draw an orthogonal matrix in JAX's default dtype, since those of low precision have no QR decomposition.
 
     >>> import jax, jax.numpy as jnp
     >>> from nnxlib.nn.recurrent import modified_orthogonal
@@ -54,10 +54,15 @@ def modified_orthogonal(key: Array, shape: Shape, dtype: Dtype = jnp.float32) ->
     >>> q.dtype, jnp.abs(q.T @ q - jnp.eye(3)).max() < 0.02
     (dtype(bfloat16), Array(True, dtype=bool))
     """
-    return _orthogonal(key, shape, at_least_float32(jnp.dtype(dtype))).astype(dtype)
+    return _orthogonal(key, shape).astype(dtype)
 
 
 _orthogonal = initializers.orthogonal()
+
+
+def _orthogonal_in_dtype(key: Array, shape: Shape, dtype: Dtype) -> Array:
+    """The same numbers, unless JAX has float64: drawn in the dtype of the kernel, or in float32 if that is lower."""
+    return _orthogonal(key, shape, at_least_float32(jnp.dtype(dtype))).astype(dtype)
 
 
 class RNNCellBase(Module):
@@ -262,7 +267,7 @@ class SimpleCell(_VectorCell):
         residual: bool = False,
         activation_fn: Callable[..., Any] = tanh,
         kernel_init: Initializer = default_kernel_init,
-        recurrent_kernel_init: Initializer = modified_orthogonal,
+        recurrent_kernel_init: Initializer = _orthogonal_in_dtype,
         bias_init: Initializer = default_bias_init,
         promote_dtype: Callable[..., Any] = promote_dtype,
         keep_rngs: bool = False,
@@ -300,6 +305,8 @@ class SimpleCell(_VectorCell):
 class _GatedCell(_VectorCell):
     """A cell with gates. A subclass makes its linear maps in ``_make_maps``, from an input and from a carry."""
 
+    _recurrent_init: Initializer = staticmethod(_orthogonal_in_dtype)
+
     def __init__(
         self,
         in_features: int,
@@ -308,7 +315,7 @@ class _GatedCell(_VectorCell):
         gate_fn: Callable[..., Any] = sigmoid,
         activation_fn: Callable[..., Any] = tanh,
         kernel_init: Initializer = default_kernel_init,
-        recurrent_kernel_init: Initializer = modified_orthogonal,
+        recurrent_kernel_init: Initializer | None = None,
         bias_init: Initializer = default_bias_init,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
@@ -329,7 +336,8 @@ class _GatedCell(_VectorCell):
         self.carry_init = carry_init
         self.promote_dtype = promote_dtype
         self.rngs = rngs.carry.fork() if keep_rngs else None
-        kernels = (kernel_init, kernel_metadata), (recurrent_kernel_init, recurrent_kernel_metadata)
+        recurrent_init = self._recurrent_init if recurrent_kernel_init is None else recurrent_kernel_init
+        kernels = (kernel_init, kernel_metadata), (recurrent_init, recurrent_kernel_metadata)
         of_input, of_carry = self._linear_maps(*kernels, bias_init=bias_init, bias_metadata=bias_metadata, rngs=rngs)
         self._make_maps(of_input, of_carry)
 
@@ -395,6 +403,7 @@ class LSTMCell(_LongShortTermCell):
     ((2, 4), (2, 4), True)
     """
 
+    _recurrent_init = staticmethod(modified_orthogonal)  # unlike the others in flax.nnx, too
     _maps = "ii", "hi"
 
     def _make_maps(self, of_input: Callable[..., Linear], of_carry: Callable[..., Linear]) -> None:

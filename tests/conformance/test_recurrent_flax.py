@@ -115,6 +115,16 @@ def test_defaults_metadata_and_streams():
         jax.tree.map(np.testing.assert_array_equal, facts(nnx, name), facts(flax, name))
 
 
+@pytest.mark.parametrize("name", CELLS)
+def test_recurrent_kernels_where_jax_has_float64(name):
+    """An LSTMCell casts what is drawn in float64; the others draw in the dtype of the kernel."""
+    with jax.enable_x64(True):
+        for dtype in (jnp.float32, jnp.float64):
+            ours = params(nnx, getattr(nnx, name)(3, 4, param_dtype=dtype, rngs=nnx.Rngs(0)))
+            theirs = params(flax, getattr(flax, name)(3, 4, param_dtype=dtype, rngs=flax.Rngs(0)))
+            jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
 def outputs_and_gradients(lib, module, call, x):
     """What a call returns, and d sum(sin) of it / d parameters and input; compiled as one program."""
 
