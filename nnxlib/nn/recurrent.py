@@ -521,7 +521,13 @@ def _draws_carry(rnn: Any) -> bool:
     """Whether the first carry may be random; if it is zeros, an RNN does not write to its own stream."""
     cell: Any = getattr(rnn, "cell", None)
     of_zeros = (_VectorCell.initialize_carry, _LongShortTermCell.initialize_carry)
-    return getattr(type(cell), "initialize_carry", None) not in of_zeros or cell.carry_init is not None
+    initialize = getattr(cell, "initialize_carry", None)  # it may be an attribute of this very cell
+    return getattr(initialize, "__func__", None) not in of_zeros or cell.carry_init is not None
+
+
+def _draws(rnn: Any) -> bool:
+    """Whether what runs in a Bidirectional may draw: one with a call of its own may, whatever its carry is."""
+    return type(rnn).__call__ is not RNN.__call__ or _draws_carry(rnn)
 
 
 class RNN(Module):
@@ -821,7 +827,7 @@ class Bidirectional(Module):
         time_major = self.time_major if time_major is None else time_major
         forward, backward = (None, None) if initial_carry is None else initial_carry
         settings: dict[str, Any] = {"seq_lengths": seq_lengths, "time_major": time_major, "return_carry": True}
-        own = self.rngs if _draws_carry(self.forward_rnn) or _draws_carry(self.backward_rnn) else None
+        own = self.rngs if _draws(self.forward_rnn) or _draws(self.backward_rnn) else None
         settings["rngs"] = own if rngs is None else rngs.carry if isinstance(rngs, Rngs) else rngs
         forward, y = self.forward_rnn(inputs, initial_carry=forward, reverse=False, **settings)
         backward, z = self.backward_rnn(inputs, initial_carry=backward, reverse=True, keep_order=True, **settings)

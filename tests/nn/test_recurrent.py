@@ -505,6 +505,23 @@ def test_bidirectional_draws_a_carry_for_each_direction():
 # --- errors ---
 
 
+def test_a_call_or_a_carry_of_the_users_own_may_draw():
+    """So it is given the stream, though its cell is one that begins with zeros."""
+
+    class Noisy(nnx.RNN):
+        def __call__(self, inputs, *, rngs=None, **kwargs):
+            return super().__call__(inputs + rngs.normal(inputs.shape), **kwargs)
+
+    make = lambda kind: kind(nnx.GRUCell(3, 4, rngs=nnx.Rngs(0)))
+    noisy, x = nnx.Bidirectional(make(nnx.RNN), make(Noisy)), array(2, 5, 3)
+    first, second = noisy(x), noisy(x)
+    np.testing.assert_array_equal(first[..., :4], second[..., :4])
+    assert not jnp.array_equal(first[..., 4:], second[..., 4:])
+    drawing = make(nnx.RNN)
+    drawing.cell.initialize_carry = lambda shape, rngs: rngs.normal((shape[0], 4))
+    assert not jnp.array_equal(drawing(x), drawing(x))
+
+
 def test_bidirectional_of_cells_says_to_wrap_them():
     rnn, cell = nnx.RNN(make("GRUCell")), make("GRUCell")
     for pair in ((cell, rnn), (rnn, cell)):
