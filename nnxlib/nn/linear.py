@@ -473,7 +473,7 @@ class Embed(Module):
         table = self.embedding[...]
         if table.ndim != 2:
             unlike = misfit("embedding", table, self.num_embeddings, self.features)
-            raise input_error(self, f"inputs if it has a matrix{unlike}", inputs)
+            raise input_error(self, f"inputs if its embedding is a matrix{unlike}", inputs)
         return table
 
     def _found(self, table: Array, indices: Array, out_sharding: Any) -> Array:

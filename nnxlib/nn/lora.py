@@ -289,7 +289,7 @@ def add_lora(
 
     Raises:
       EmptySelectionError: if the filter selects no layer.
-      ValueError: if it takes a layer that has a LoRA, is of a subclass with a forward of its own, has batch axes, or is
+      ValueError: if it takes a layer that has a LoRA, is of a subclass of the two, has batch axes, or is
         a stack of layers. Nothing is changed then.
     """
     takes = to_predicate(filter)
