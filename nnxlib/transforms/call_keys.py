@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -104,6 +105,8 @@ def known_call(leaves: Sequence[Any], signature: Hashable, grouping: bool = True
                 group.objects.append(x)
                 continue
         if is_node(x):
+            if kind in weakref.ProxyTypes:
+                return None
             table = table_of(x)
             if table.snapshot is not None:  # it is walked at each call
                 return None

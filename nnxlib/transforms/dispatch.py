@@ -103,14 +103,15 @@ class Dispatch:
             # The shortcut, written out for the first object: a function or a loop would take another 0.05 us each.
             try:
                 first = site.first
-                table = leaves[first]._nnx_table
-                if table.until_check < 2 or not (table.stamp.valid or patched(table, leaves[first])):
+                root = leaves[first]
+                table = root._nnx_table
+                if table.until_check < 2 or not (table.stamp.valid or patched(table, root)):
                     raise LookupError
                 part = table.shortcuts[site]
                 shortcut, outputs = part.shortcut, part.outputs
                 compiled = shortcut.compiled()
                 jitted = compiled.jitted
-                if part.index != first:
+                if part.index != first or type(root) is not part.kind:
                     raise LookupError
                 table.until_check -= 1
                 others, plain, alone = shortcut.arrangement
@@ -118,11 +119,12 @@ class Dispatch:
                     inputs = [cell.value for cell in part.inputs]
                     arrays = part.arrays
                     for index in others:
-                        table = leaves[index]._nnx_table
-                        if table.until_check < 2 or not (table.stamp.valid or patched(table, leaves[index])):
+                        root = leaves[index]
+                        table = root._nnx_table
+                        if table.until_check < 2 or not (table.stamp.valid or patched(table, root)):
                             raise LookupError
                         part = table.shortcuts[shortcut]
-                        if part.index != index:
+                        if part.index != index or type(root) is not part.kind:
                             raise LookupError
                         table.until_check -= 1
                         inputs += [cell.value for cell in part.inputs]
@@ -154,6 +156,8 @@ class Dispatch:
             return self._call_entry(leaves, signature, captured, token)  # not in the handler: user code may run
         except BaseException as error:
             if returned is None:
+                if isinstance(error, AbsentInput):  # the shortcuts are to a function that reads too little
+                    self._sites.pop(signature, None)
                 _refuse(error, Arguments(args, kwargs, captured), token)
             elif compiled.donates:  # an interrupt, or an output that was refused: the arrays that went in are gone
                 with contextlib.suppress(Exception):
@@ -364,8 +368,8 @@ class CacheEntry:
             _of_each_table(writes.cells, [table.cells for table in tables]),
             strict=True,
         ):
-            key = site if index == site.first else shortcut
-            keep(table.shortcuts, key, Part(shortcut, index, inputs, [array[1:3] for array in arrays], outputs))
+            key, kind = site if index == site.first else shortcut, type(found.leaves[index])
+            keep(table.shortcuts, key, Part(shortcut, index, kind, inputs, [array[1:3] for array in arrays], outputs))
 
     def _reads_of(self, compiled: Compiled) -> _Reads:
         both = [*self._cells, *self._arrays]
@@ -466,12 +470,19 @@ class Shortcut:
 class Part:
     """What a shortcut reads and writes of one object. Kept only on the table of the object."""
 
-    __slots__ = ("arrays", "index", "inputs", "outputs", "read", "shortcut", "write")
+    __slots__ = ("arrays", "index", "inputs", "kind", "outputs", "read", "shortcut", "write")
 
     def __init__(
-        self, shortcut: Shortcut, index: int, inputs: list[Cell], arrays: list[tuple[Any, Any]], outputs: list[Cell]
+        self,
+        shortcut: Shortcut,
+        index: int,
+        kind: type,
+        inputs: list[Cell],
+        arrays: list[tuple[Any, Any]],
+        outputs: list[Cell],
     ):
-        self.shortcut, self.index = shortcut, index  # of the object among the leaves
+        # Of the object among the leaves; its class, since another object may hand on what it is asked to this one.
+        self.shortcut, self.index, self.kind = shortcut, index, kind
         self.inputs, self.outputs = inputs, outputs  # cells
         self.arrays = arrays  # (container, key) of each array that is read, besides the cells
         self.read, self.write = reader(inputs, arrays), writer(outputs)  # used if the object is the only one

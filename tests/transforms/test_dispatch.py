@@ -62,6 +62,52 @@ def test_an_array_comes_where_an_object_was(unchecked, positions):
         assert jitted(*args).tolist() == f(*args).tolist()
 
 
+@jax.tree_util.register_pytree_node_class
+class Scaled:
+    """A pytree around a model, which has all attributes of the model as its own."""
+
+    def __init__(self, model, scale):
+        self.model, self.scale = model, scale
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def tree_flatten(self):
+        return (self.model,), self.scale
+
+    @classmethod
+    def tree_unflatten(cls, scale, children):
+        return cls(*children, scale)
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_an_object_that_hands_on_attributes_comes_where_an_object_was(unchecked, position):
+    """It is not taken for the object that it hands them on to."""
+
+    def f(*args):
+        x = args[position]
+        return 10 * x.scale * x.model[0].sum() if isinstance(x, Scaled) else x[0].sum()
+
+    jitted, other, model = nnx.jit(f), net(), net(3.0)
+    for x, expected in ((model, 6.0), (Scaled(model, 2.0), 120.0), (model, 6.0)):
+        for _ in range(4):
+            assert jitted(*([x] if position == 0 else [other, x])) == expected
+
+
+def test_a_model_behind_a_weak_proxy(unchecked):
+    """Whether it has come by itself before or not; what comes back is the model."""
+
+    def step(model):
+        model[1] += 1.0
+        return model, model[0].sum()
+
+    jitted, model = nnx.jit(step), net()
+    for x in [weakref.proxy(model)] * 3 + [model] * 3 + [weakref.proxy(model)] * 3:
+        out, total = jitted(x)
+        assert out is model and total == 2.0
+    assert model[1].value.tolist() == [10.0, 10.0]
+
+
 def test_what_several_models_cost_that_take_turns(unchecked):
     """With one optimizer or one set of streams for all: as much as one model."""
     step, rngs = nnx.jit(lambda m, rngs: m[0] * rngs.uniform()), nnx.Rngs(0)
@@ -132,6 +178,24 @@ def test_what_a_trace_for_other_shapes_reads_besides(unchecked):
     for x, expected in ((jnp.float32(0), 6.0), (jnp.ones(1), 8.0)) * 3:
         for _ in range(3):
             assert jitted(model, x) == expected
+
+
+def test_a_function_that_reads_more_is_not_traced_at_each_call(unchecked):
+    """After many calls that read less, the shortcut of which knows too little."""
+    model, traces = net(3.0), []
+
+    def f(m, x):
+        traces.append(x.ndim)
+        return m[0].sum() + (m[1].sum() if x.ndim else 0.0)
+
+    jitted = nnx.jit(f)
+    for _ in range(100):
+        jitted(model, jnp.float32(0))
+    jitted(model, jnp.ones(1)), jitted(model, jnp.float32(0))
+    before = len(traces)
+    for x in (jnp.ones(1), jnp.float32(0)) * 4:
+        jitted(model, x)
+    assert len(traces) == before
 
 
 def test_a_value_that_cannot_be_traced_is_named_in_a_trace():
