@@ -5,8 +5,8 @@ A trace notices that a Variable is read or a Module is called, but not that a se
 
 - in a function that is an attribute, such as ``attention_fn=partial(attend, rope=RoPE())``;
 - in the class of an object;
-- in a plain object that is an attribute, such as a configuration;
-- in what a method of the class refers to, such as a global with settings.
+- in a plain object that is an attribute, such as a configuration, or to which such a function leads (its method, say);
+- in what such a function, or a method of the class, refers to, such as a global with settings.
 
 Static arguments count as attributes.
 """
@@ -17,7 +17,7 @@ import functools
 import inspect
 import types
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .identity import Identified
@@ -37,7 +37,7 @@ def held_in(layout: Layout) -> tuple[Any, ...]:
     (A mask for optax, say, is a State of Variables.) Not those that the functions read from globals.
     """
     if layout.held is None:
-        layout.held = tuple(_held(_statics(layout)))
+        layout.held = tuple([x for x in _reached(_statics(layout)) if issubclass(type(x), Identified)])
     return layout.held
 
 
@@ -47,20 +47,19 @@ def _statics(layout: Layout) -> list[Any]:
     return [*[const.value for *_, const in layout.statics], *arguments]
 
 
-def _held(stack: list[Any]) -> list[Any]:
-    found, seen = list[Any](), set[int]()
+def _reached(stack: list[Any]) -> Iterator[Any]:
+    """What functions, partials, bound methods and containers hold, and these themselves, each once."""
+    seen = set[int]()
     while stack:
         x = stack.pop()
         if id(x) in seen:
             continue
         seen.add(id(x))
-        if issubclass(type(x), Identified):
-            found.append(x)
-        elif issubclass(type(x), State):
+        yield x
+        if issubclass(type(x), State):
             stack.append(x.raw_mapping)
-        elif isinstance(x, _HOLDERS):
+        elif isinstance(x, _HOLDERS) and not issubclass(type(x), Identified):
             stack += [look_up.found() for look_up in look_ups_in(x, ())]
-    return found
 
 
 def statics_and_classes(*layouts: Layout) -> list[Any]:
@@ -71,9 +70,9 @@ def statics_and_classes(*layouts: Layout) -> list[Any]:
 
 
 def used_by_arguments(functions: Sequence[Callable], layout: Layout) -> tuple[list[Any], list[types.FunctionType]]:
-    """The other objects to which the arguments of functions lead, and the methods of their classes that refer to some.
+    """The other objects to which the arguments of functions lead, and their functions and methods that refer to some.
 
-    They are in the classes, in plain objects in attributes, and in what the methods refer to.
+    They are in the classes, in plain objects, and in what the functions in attributes and the methods refer to.
     """
     in_classes = [x for x in _in_classes(layout) if issubclass(type(x), Identified)]
     by_methods = _used_by_methods(layout)
@@ -82,18 +81,23 @@ def used_by_arguments(functions: Sequence[Callable], layout: Layout) -> tuple[li
 
 
 def _used_in_objects(functions: Sequence[Callable], layout: Layout) -> list[Any]:
-    """The Modules in plain objects in attributes that functions or methods may use unnoticed by a trace.
+    """The Modules in plain objects, to which attributes lead, that functions or methods may use unnoticed by a trace.
 
     The code of these names the attributes on the way.
     """
-    plain = [x for x in _statics(layout) if is_plain_object(x) and not is_of_library(vars(type(x)))]
-    if not plain:
+    holders = [x for x in _statics(layout) if any(map(_is_own_object, _reached([x])))]
+    if not holders:
         return []
-    return search(functions[0], given=(*functions[1:], *_methods(layout), *plain)).used_unnoticed()
+    return search(functions[0], given=(*functions[1:], *_methods(layout), *holders)).used_unnoticed()
+
+
+def _is_own_object(x: Any) -> bool:
+    """Whether this is a plain object of a user's class."""
+    return is_plain_object(x) and not is_of_library(vars(type(x)))
 
 
 def _used_by_methods(layout: Layout) -> dict[types.FunctionType, list[Any]]:
-    """Methods of the classes of objects that may use Modules unnoticed by a trace, with these Modules."""
+    """Functions in objects and their classes that may use Modules unnoticed by a trace, with these Modules."""
     by_file: dict[int, list[types.FunctionType]] = {}  # so that the globals of each file are searched once
     for method in _methods(layout):
         by_file.setdefault(id(method.__globals__), []).append(method)
@@ -102,13 +106,13 @@ def _used_by_methods(layout: Layout) -> dict[types.FunctionType, list[Any]]:
 
 
 def _methods(layout: Layout) -> list[types.FunctionType]:
-    """The functions in the classes of objects, also in properties, and as static and class methods."""
+    """The functions in attributes and classes of objects, also in properties, and as static and class methods."""
     found = list[types.FunctionType]()
-    for x in _in_classes(layout):
+    for x in [*_reached(_statics(layout)), *_in_classes(layout)]:
         held: Any = x.__func__ if isinstance(x, staticmethod | classmethod) else x
         methods: tuple[Any, ...] = (held.fget, held.fset) if isinstance(held, property) else (held,)
         functions = [inspect.unwrap(f) for f in methods if isinstance(f, types.FunctionType) or is_jitted(f)]
-        found += [f for f in functions if isinstance(f, types.FunctionType)]
+        found += [f for f in functions if isinstance(f, types.FunctionType) and not is_of_library(f.__globals__)]
     return found
 
 

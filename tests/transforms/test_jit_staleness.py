@@ -1769,6 +1769,52 @@ def test_a_setting_of_a_module_in_an_object_that_an_argument_holds(hold, f, by):
     assert kept(m) == f(m)
 
 
+RATED: Any = None
+
+FUNCTIONS_OF_HOLDER = {
+    "method": lambda holder: holder.rate,
+    "partial of a method": lambda holder: functools.partial(holder.rate),
+    "partial": lambda holder: functools.partial(Rated.rate, holder),
+    "partial with a list": lambda holder: functools.partial(lambda functions: functions[0](), [holder.rate]),
+    "default argument": lambda holder: lambda held=holder: held.rate(),
+    "closure": lambda holder: lambda: holder.model.scale,
+    "global": lambda holder: lambda: RATED.model.scale,
+    "method of a global": lambda holder: lambda: RATED.rate(),
+}
+
+
+@pytest.mark.parametrize("make", FUNCTIONS_OF_HOLDER.values(), ids=FUNCTIONS_OF_HOLDER)
+@pytest.mark.parametrize("by", ["attribute", "static argument", "attribute in cond"])
+def test_a_setting_of_a_module_to_which_a_function_leads_that_an_argument_holds(make, by, monkeypatch):
+    """By a plain object, to which the function is bound or refers. A trace does not notice that the setting is read."""
+
+    def of_scale(scale):
+        model = Layer()
+        model.scale = scale
+        return model
+
+    m, former = Layer(), of_scale(1.0)
+    holder = Rated(former)
+    monkeypatch.setitem(globals(), "RATED", holder)
+    m.function = function = make(holder)
+    read = lambda m: m.function() + 0 * m.w.value.sum()
+    jitted, called = nnx.jit(read), nnx.jit(lambda function, x: function() * x, static_argnums=0)
+    kept = {
+        "attribute": lambda: jitted(m),
+        "static argument": lambda: called(function, 1.0),
+        "attribute in cond": lambda: nnx.cond(True, read, read, m),
+    }[by]
+    for _ in range(2):
+        assert kept() == 1.0
+    former.scale = 2.0
+    assert kept() == 2.0
+    for model in of_scale(3.0), former:
+        holder.model = model
+        assert kept() == model.scale
+        model.scale += 4.0
+        assert kept() == model.scale
+
+
 HOLDERS_BY_VALUE = {
     "list": (lambda m: [m], lambda held: held[0]),
     "dict": (lambda m: {"m": m}, lambda held: held["m"]),
