@@ -33,7 +33,8 @@ MAPPINGS = dict, types.MappingProxyType  # the latter is a view of a dict, which
 MUTABLE_CONTAINERS = list, deque, set, *MAPPINGS
 # Code may reach what is in these without naming it.
 _TRANSPARENT = (
-    dict, types.MappingProxyType, types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod
+    dict, types.MappingProxyType, types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod,
+    property,
 )  # fmt: skip
 _DEFAULTS = "__defaults__", "__kwdefaults__"
 OVER_ALL = "vars", "dir", "__dict__"  # code with one of these names may go over all attributes of an object

@@ -2304,6 +2304,21 @@ def behind_proxy():
     return lambda: held["settings"].scale, show
 
 
+def in_property():
+    found = None
+
+    class Owner:
+        @property
+        def settings(self):
+            return found
+
+    def show(settings):
+        nonlocal found
+        found = settings
+
+    return lambda: Owner().settings.scale, show
+
+
 def among_all_attributes():
     held = types.SimpleNamespace()
     return lambda: sum(x.scale for x in vars(held).values()), lambda settings: setattr(held, "settings", settings)
@@ -2317,6 +2332,7 @@ UNUSUAL = {
     "a partial": in_partial,
     "an enum": in_enum,
     "a proxy": behind_proxy,
+    "a property": in_property,
     "vars": among_all_attributes,
     "async with": as_settings(lambda: result_of(opened())),
     "async for": as_settings(lambda: result_of(iterated())),
