@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import inspect
 import operator
+import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import chain, starmap
 from typing import Any, Self, TypeVar, dataclass_transform, overload
@@ -35,8 +36,10 @@ from .data import (
     DECLARED,
     HIDING,
     data,
+    declares,
     explicit_mark,
     is_data,
+    mark_of,
     static,
     undeclared,
     warn_of_hidden,
@@ -263,12 +266,24 @@ class AttributeView(MutableMapping):
         return attributes_of(self._node)[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        HasAttributes.__setattr__(self._node, name, value)
+        node = self._node
+        if _is_computed(node, name):
+            check_writable(node, f"set attribute {name!r}")
+            marks = {**(node._nnx_marks or {}), name: mark_of(value)} if declares(value) else node._nnx_marks
+            write = attributes_of(node).__setitem__, name, adopt(undeclared(value))
+            change(node, in_one_step, write, (_set, node, "_nnx_marks", marks))
+        else:
+            HasAttributes.__setattr__(node, name, value)
 
     def __delitem__(self, name: str) -> None:
-        if name not in attributes_of(self._node):
+        node = self._node
+        if name not in attributes_of(node):
             raise KeyError(name)
-        HasAttributes.__delattr__(self._node, name)
+        if _is_computed(node, name):
+            check_writable(node, f"delete attribute {name!r}")
+            change(node, attributes_of(node).__delitem__, name)
+        else:
+            HasAttributes.__delattr__(node, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(attributes_of(self._node))
@@ -287,6 +302,12 @@ class AttributeView(MutableMapping):
 
     def __repr__(self) -> str:
         return repr(dict(self))
+
+
+def _is_computed(node: Any, name: str) -> bool:
+    """Whether a property, or another descriptor, has this name: to set the attribute would call it again."""
+    found = class_attribute(type(node), name)
+    return hasattr(type(found), "__set__") and not isinstance(found, types.MemberDescriptorType)
 
 
 def class_attribute(cls: type, name: str) -> Any:

@@ -769,6 +769,52 @@ def test_cached_property():
     assert (f(fresh), fresh.calls, fresh.sizes) == (12, 1, (1, 2))
 
 
+class KeptUnderItsName:
+    """A descriptor as Python's documentation shows it."""
+
+    def __set_name__(self, owner, name):
+        self.name = name
+
+    def __get__(self, x, owner=None):
+        return x.__dict__[self.name]
+
+    def __set__(self, x, value):
+        x.__dict__[self.name] = value
+
+    def __delete__(self, x):
+        del x.__dict__[self.name]
+
+
+class Kept(nnx.Module):
+    sizes = KeptUnderItsName()
+
+    def __init__(self):
+        self.rate, self.sizes, self.counted = 1.0, [1, 2], nnx.data(3)
+
+    rate = property(lambda self: self.__dict__["rate"], lambda self, x: vars(self).update(rate=x))
+    counted = KeptUnderItsName()
+
+
+def test_a_property_keeps_its_value_under_its_name():
+    """In ``__dict__``, or ``vars(m)``: that is noted like any write, and does not call it again."""
+    m = Kept()
+    read = nnx.jit(lambda m: m.rate * sum(m.sizes) + m.counted)
+    assert type(m.sizes) is nnx.List
+    assert nnx.to_pure_dict(nnx.state(m)) == {"counted": 3}
+    for _ in range(3):
+        assert read(m) == 6.0
+    m.rate = 2.0
+    assert read(m) == 9.0
+    m.sizes.append(3)
+    assert read(m) == 15.0
+    nnx.jit(lambda m: setattr(m, "sizes", [5]))(m)
+    assert (read(m), nnx.clone(m).sizes) == (13.0, [5])
+    with pytest.raises(nnx.TraceContextError, match="rate"):
+        jax.jit(lambda x: setattr(m, "rate", x))(1.0)
+    del m.sizes
+    assert list(vars(m)) == ["rate", "counted"]
+
+
 def test_writes_through_vars():
     """`vars(m)[...] = x`, `m.__dict__.update`, `pop` and `del` are seen by a jitted function."""
     m = Layer()
