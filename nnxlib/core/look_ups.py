@@ -287,7 +287,8 @@ def methods_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
 def is_plain_object(x: Any) -> bool:
     """Whether this is a plain object: of a class written in Python, with attributes, in which look-ups are made."""
     others = *_WITHOUT_METHODS, *_CONTAINERS, type
-    return not issubclass(type(x), others) and not is_jitted(x) and type(dict_of(x)) is dict
+    has_slots = any(vars(cls).get("__slots__") for cls in type(x).__mro__)
+    return not issubclass(type(x), others) and not is_jitted(x) and (has_slots or type(dict_of(x)) is dict)
 
 
 def has_unnamed_methods(cls: type) -> bool:

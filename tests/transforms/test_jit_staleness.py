@@ -1720,6 +1720,11 @@ class Held:
     model: object
 
 
+@dataclasses.dataclass(slots=True)
+class HeldInSlot:
+    model: object
+
+
 class Rated:
     """A plain object, hashed by identity, with a method."""
 
@@ -1743,7 +1748,7 @@ READ_IN_HOLDER = {
 
 
 @pytest.mark.parametrize("f", READ_IN_HOLDER.values(), ids=READ_IN_HOLDER)
-@pytest.mark.parametrize("hold", [Rated, lambda model: types.SimpleNamespace(model=model), Held])
+@pytest.mark.parametrize("hold", [Rated, lambda model: types.SimpleNamespace(model=model), Held, HeldInSlot])
 @pytest.mark.parametrize("by", [nnx.jit, lambda f: lambda m: nnx.cond(True, f, f, m)], ids=["jit", "cond"])
 def test_a_setting_of_a_module_in_an_object_that_an_argument_holds(hold, f, by):
     """A trace does not notice that it is read."""
