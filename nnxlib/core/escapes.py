@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import operator
 import types
 from collections.abc import Callable, Iterable
@@ -26,6 +25,7 @@ from .errors import TraceContextError, describe, place_of
 from .graph import After
 from .inputs import peek
 from .layout import Layout
+from .look_ups import HOLDERS, held_by
 from .objects import Node
 from .rows import NodeRow, statics_in
 from .static import Const, dict_of
@@ -177,19 +177,7 @@ def _parts(value: Any) -> Iterable[Any]:
         return [child for _, child in value._nnx_children()]
     if isinstance(value, Variable):
         return peek(value._cell), *value._metadata.values()
-    if isinstance(value, list | tuple | set | frozenset):
-        return list(value)
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, functools.partial):
-        return value.func, *value.args, *value.keywords.values()
-    if isinstance(value, types.MethodType):
-        return value.__self__, value.__func__
-    if isinstance(value, types.FunctionType):
-        found = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values()]
-        return found + [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY_CELL]
+    if isinstance(value, HOLDERS):
+        return held_by(value)
     attributes = None if isinstance(value, types.ModuleType) else dict_of(value)
     return list(attributes.values()) if type(attributes) is dict else ()
-
-
-_EMPTY_CELL = types.CellType()  # the cell of a variable that has no value yet

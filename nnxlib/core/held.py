@@ -13,22 +13,18 @@ Static arguments count as attributes.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .identity import Identified
 from .layout import Layout
-from .look_ups import is_jitted, is_of_library, is_plain_object, look_ups_in
+from .look_ups import HOLDERS, held_by, is_jitted, is_of_library, is_plain_object
 from .references import search
 from .rows import NodeRow, parts
 from .state import State
 from .static import Const
-
-_HOLDERS = types.FunctionType, types.MethodType, functools.partial, list, tuple, dict, set, frozenset, deque
 
 
 def held_in(layout: Layout) -> tuple[Any, ...]:
@@ -58,8 +54,8 @@ def _reached(stack: list[Any]) -> Iterator[Any]:
         yield x
         if issubclass(type(x), State):
             stack.append(x.raw_mapping)
-        elif isinstance(x, _HOLDERS) and not issubclass(type(x), Identified):
-            stack += [look_up.found() for look_up in look_ups_in(x, ())]
+        elif isinstance(x, HOLDERS) and not issubclass(type(x), Identified):
+            stack += held_by(x)
 
 
 def statics_and_classes(*layouts: Layout) -> list[Any]:

@@ -217,6 +217,11 @@ def look_ups_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
         yield from _in_plain_object(x, names)
 
 
+def held_by(x: Any) -> list[Any]:
+    """What a function, a bound method, a partial or a container refers to now; not the globals of a function."""
+    return [look_up.found() for look_up in look_ups_in(x, ())]
+
+
 def _attributes(x: Any, *names: str) -> list[LookUp]:
     return [LookUp(attribute, x, name) for name in names]
 
@@ -234,6 +239,7 @@ _WITHOUT_METHODS = (
     staticmethod, classmethod,
 )  # fmt: skip
 _CONTAINERS = list, tuple, deque, dict, types.MappingProxyType, set, frozenset
+HOLDERS = types.FunctionType, types.MethodType, functools.partial, *_CONTAINERS  # the types for :func:`held_by`
 
 
 def _in_container(x: Any) -> Iterator[LookUp]:
