@@ -93,7 +93,7 @@ class Chain(NamedTuple):
         if self.before is None:
             return False
         if type(self.before.value) is types.FunctionType:
-            return self.look_up.kind in (look_ups.in_closure, look_ups.entry, look_ups.absent, look_ups.inside)
+            return self.look_up.kind in (look_ups.in_closure, look_ups.entry, look_ups.inside)
         of = self.before.look_up
         return (of.kind is look_ups.attribute and of.key in _DEFAULTS) or _is_by_name(self.look_up, self.before.value)
 

@@ -89,13 +89,8 @@ def attribute(x: Any, name: str) -> Any:
 
 
 def entry(mapping: Any, key: Any) -> Any:
-    """What a mapping has, such as the globals of a function."""
+    """What a mapping has, such as the globals of a function; they may be set later."""
     return mapping.get(key)
-
-
-def absent(namespace: dict[str, Any], name: str) -> Any:
-    """A global, or an imported module, that is not there yet."""
-    return namespace.get(name)
 
 
 def own(attributes: dict[str, Any], name: str) -> Any:
@@ -154,7 +149,7 @@ def itself(x: Any, key: None) -> Any:
     return x
 
 
-BY_NAME = attribute, entry, absent, own, in_class, inside  # kinds whose key is, as a rule, a name in code
+BY_NAME = attribute, entry, own, in_class, inside  # kinds whose key is, as a rule, a name in code
 WITHIN = inside, in_tuple  # kinds whose holder is another look-up
 
 
@@ -345,9 +340,8 @@ def globals_in(code: types.CodeType, namespace: dict[str, Any], others: Iterable
     """
     read, imported = _loaded_in(code)
     names = names_in(code)
-    look_ups = [LookUp(entry, namespace, name) for name in sorted(read & namespace.keys())]
-    look_ups += [LookUp(entry if name in sys.modules else absent, sys.modules, name) for name in sorted(imported)]
-    look_ups += [LookUp(absent, namespace, name) for name in sorted(read - namespace.keys() - _BUILTINS)]
+    look_ups = [LookUp(entry, namespace, name) for name in sorted(read - (_BUILTINS - namespace.keys()))]
+    look_ups += [LookUp(entry, sys.modules, name) for name in sorted(imported)]
     yield from look_ups
     yield from _in_namespaces([*look_ups, *others], names)
 

@@ -146,7 +146,8 @@ def _is_plain(name: Any) -> bool:
 
 
 def _is_in_dict(look_up: LookUp) -> bool:
-    return look_up.kind in (entry, own) and type(look_up.holder) is dict
+    """Whether something is found in a dict now."""
+    return look_up.kind in (entry, own) and type(look_up.holder) is dict and look_up.key in look_up.holder
 
 
 def _most_common_namespace(look_ups: Iterable[LookUp]) -> dict[str, Any]:
