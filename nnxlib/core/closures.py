@@ -127,7 +127,7 @@ class Watch:
 
 
 def notice(x: Any) -> None:
-    """Tell the innermost watch of this thread that an object is used; to be called if ``Watch.all`` is not empty."""
+    """Tell the innermost watch of this thread that an object is used; where time counts, ask ``Watch.all`` before."""
     if _thread.watch is not None:
         _thread.watch.notice(x)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.tree_util as jtu
 
-from .closures import Watch, notice
+from .closures import notice
 from .containers import Dict, List, holds_data
 from .data import is_array, is_bound_method, is_node
 from .errors import Path
@@ -29,8 +29,7 @@ def children_of(value: Any, without: Container[type] = ()) -> list[tuple[Path, A
     Instances of the classes ``without`` are left out.
     """
     if isinstance(value, Node):
-        if Watch.all:
-            notice(value)
+        notice(value)
         held = value._nnx_contents()
         is_plain_list = isinstance(value, list) and len(held) == len(value)
         names = [name for name in held if type(held[name]) not in without] if without else held

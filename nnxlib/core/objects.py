@@ -31,7 +31,7 @@ import jax
 
 from . import errors
 from .adopting import adopt, holds_only_arrays
-from .closures import Watch, contents_and_marks, is_captured, is_lent_elsewhere, notice, wait_for_loans
+from .closures import contents_and_marks, is_captured, is_lent_elsewhere, notice, wait_for_loans
 from .data import (
     DECLARED,
     HIDING,
@@ -142,8 +142,7 @@ class Node(Identified):
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Any:
         memo = {} if memo is None else memo
         # Not recursive, so a graph may be of any depth: first empty nodes for all, then their contents.
-        if Watch.all:
-            notice(self)
+        notice(self)
         originals: list[Node] = []
         stack: list[Node] = [self]
         while stack:
@@ -218,7 +217,7 @@ def check_writable(node: Any, what: str) -> None:
             wait_for_loans()
             if node._nnx_trace is None:
                 return
-        if Watch.all and node._nnx_is_captured:
+        if node._nnx_is_captured:
             notice(node)
         node._check_valid_context(functools.partial(_refusal, node, what))
 
@@ -347,10 +346,9 @@ def _is_harmless(node: Any, value: tuple[Any, ...]) -> bool:
         return False
     if not node._nnx_is_captured:
         return True
-    if Watch.all:
-        notice(node)
-        if is_captured(node):
-            return False
+    notice(node)
+    if is_captured(node):
+        return False
     leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, Identified))
     return not any(isinstance(x, Tracer) or getattr(x, "_nnx_trace", None) is trace for x in leaves)
 
@@ -382,8 +380,7 @@ class HasAttributes(Node, HasDict):
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override]  # vars() accepts any mapping
-        if Watch.all:
-            notice(self)
+        notice(self)
         return self._nnx_view(self)
 
     @__dict__.setter
@@ -576,8 +573,7 @@ class Pytree(HasAttributes, PytreeSlots):
             shell.__setstate__(copy.deepcopy(self.__getstate__(), memo))
 
     def __getstate__(self) -> Any:
-        if Watch.all:
-            notice(self)
+        notice(self)
         return contents_and_marks(self)
 
     def __setstate__(self, state: Any) -> None:

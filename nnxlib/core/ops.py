@@ -60,8 +60,7 @@ def _packed(node: Any) -> Packed:
 def _to_be_read(node: Any) -> tuple[Layout, Callable[[], list[Any]], list[Any]]:
     """The same, with a function that reads the leaves."""
     if isinstance(node, Node):
-        if Watch.all:
-            notice(node)
+        notice(node)
         table = table_of(node)
         return table.layout, table.leaves, table.objects_with(node)
     if isinstance(node, GraphDef):

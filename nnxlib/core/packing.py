@@ -18,7 +18,7 @@ import jax.tree_util as jtu
 from .annotations import NamedTuple
 from .calls import built_here, note_paths
 from .cells import Cell
-from .closures import Watch, notice
+from .closures import notice_all
 from .data import is_bound_method, is_node
 from .graph import Packed, pack
 from .held import held_in
@@ -55,8 +55,7 @@ def pack_live(tree: Any) -> Packed:
     layout = first.around(spec, *rest)
     if layout not in first.kept and not held_in(layout):
         keep(first.kept, layout, None)
-    for root in roots if Watch.all else ():
-        notice(root)
+    notice_all(roots)
     note_paths(layout, walk.objects)
     found = [(table.leaves(), len(table.cells)) for table in tables]
     values = [x for leaves, count in found for x in leaves[:count]]

@@ -207,8 +207,7 @@ class Variable(ArrayOperators[A], VariableSlots):
     def check_writable(self) -> None:
         """Raise :class:`TraceContextError` unless this Variable belongs to the running trace, or has a jax.Ref."""
         if self._cell.trace is not current_trace():
-            if Watch.all:
-                notice(self)
+            notice(self)
             if self.ref and isinstance(self._cell.value, jax.Ref):
                 return
             remedy = how_to_pass(f"the object that holds this {type(self).__name__}")
@@ -262,8 +261,7 @@ class Variable(ArrayOperators[A], VariableSlots):
         Raises:
           KeyError: if there is no entry ``name``, and no default.
         """
-        if Watch.all:
-            notice(self)
+        notice(self)
         if name is None:
             return dict(self._metadata)
         key = canonical_name(name)
@@ -302,8 +300,7 @@ class Variable(ArrayOperators[A], VariableSlots):
 
     def has_metadata(self, name: str) -> bool:
         """Whether there is metadata of this name."""
-        if Watch.all:
-            notice(self)
+        notice(self)
         return canonical_name(name) in self._metadata
 
     def del_metadata(self, name: str) -> None:
