@@ -569,13 +569,12 @@ def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **s
     Raises:
       ValueError: naming the settings that no Module takes, unless ``raise_if_not_found`` is False.
     """
-    made, predicate = clone(node, variables=False), to_predicate(only)
+    made = clone(node, variables=False)
     accepted: dict[type, Any] = {}  # the names of the settings that each class takes
-    for path, module in list(iter_objects(made)):
-        if _has_view(module) and predicate(path, module):
-            kind = type(module)
-            names = accepted[kind] = accepted.get(kind) or _view_parameters(kind).keys()
-            module.set_view(**{name: value for name, value in settings.items() if name in names})
+    for module in _with_view(made, only):
+        kind = type(module)
+        names = accepted[kind] = accepted.get(kind) or _view_parameters(kind).keys()
+        module.set_view(**{name: value for name, value in settings.items() if name in names})
     known = {name for names in accepted.values() for name in names}
     missing = settings.keys() - known
     if raise_if_not_found and missing:
@@ -595,16 +594,15 @@ def view_info(node: Any, /, *, only: Filter = ...) -> str:
     Dropout:
       deterministic: bool | None = None
     """
-    predicate, found = to_predicate(only), {}
-    for path, module in iter_objects(node):
-        if _has_view(module) and predicate(path, module):
-            found[type(module).__qualname__] = type(module)
+    found = {type(module).__qualname__: type(module) for module in _with_view(node, only)}
     return "\n".join(f"{name}:\n{_settings_text(cls)}" for name, cls in sorted(found.items()))
 
 
-def _has_view(module: Any) -> bool:
-    """Whether it is a node whose class has a ``set_view``; an Rngs itself answers to every name, this one too."""
-    return isinstance(module, Node) and hasattr(type(module), "set_view")
+def _with_view(node: Any, only: Filter) -> list[Any]:
+    """The nodes that a filter takes whose class has a ``set_view``; an Rngs itself answers to every name, this too."""
+    predicate = to_predicate(only)
+    nodes = [(path, x) for path, x in iter_objects(node) if isinstance(x, Node) and hasattr(type(x), "set_view")]
+    return [x for path, x in nodes if predicate(path, x)]
 
 
 def _settings_text(cls: type) -> str:
