@@ -23,12 +23,11 @@ import builtins
 import reprlib
 import types
 import typing
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 from .errors import FilterOrderError, InvalidFilterError, Path, accepts
 from .identity import Identified
-from .tracing import level_of_user
+from .tracing import Place
 from .traversals import Key, sorted_by_path
 from .variables import Variable
 
@@ -158,7 +157,7 @@ def warn_of_node_classes(filters: Sequence[Filter]) -> None:
     """Warn of a filter that is a class of nodes: no leaf is an instance of it."""
     for filter in filters:
         if isinstance(filter, type) and issubclass(filter, Identified) and not issubclass(filter, Variable):
-            warnings.warn(_OF_NODES.format(name=filter.__name__), stacklevel=level_of_user())
+            Place().warn(_OF_NODES.format(name=filter.__name__))
 
 
 _OF_NODES = """\

@@ -15,8 +15,6 @@ no longer running then, the function has failed, and there is no warning.)
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,28 +23,11 @@ from .cells import Cell, TracedCell
 from .finding import reachable
 from .inputs import peek
 from .rngs import RngStream
-from .tracing import EAGER, current_trace, enclosing_transform, is_users, running_trace
+from .tracing import EAGER, Place, current_trace, enclosing_transform, running_trace
 from .variables import RngKey, Variable
 
 _NOTHING_RUNS = "jax.eval_shape", "jax.make_jaxpr"  # what a function changes there is not meant to be kept
 _value: Any = Cell.__dict__["value"]
-
-
-class _Place:
-    """The line of the user's code that is running, for a warning that may come later."""
-
-    __slots__ = ("_at", "function")
-
-    def __init__(self) -> None:
-        frame = sys._getframe(1)
-        while frame.f_back is not None and not is_users(frame.f_code.co_filename):
-            frame = frame.f_back
-        self.function, names = frame.f_code.co_name, frame.f_globals
-        registry = names.setdefault("__warningregistry__", {})  # by which a warning comes once for each line
-        self._at = frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
-
-    def warn(self, text: str) -> None:
-        warnings.warn_explicit(text, UserWarning, *self._at)
 
 
 class _Watched(TracedCell):
@@ -80,7 +61,7 @@ class _Update:
     __slots__ = ("left", "place", "transform")
 
     def __init__(self, left: int, transform: str):
-        self.place, self.left, self.transform = _Place(), left, transform
+        self.place, self.left, self.transform = Place(), left, transform
 
     def read(self, cell: _Watched) -> None:  # once read, it is an ordinary one
         del _watches[id(cell)]
@@ -151,7 +132,7 @@ class _Copy:
     __slots__ = ("keys", "place", "unread")
 
     def __init__(self) -> None:
-        self.place, self.unread, self.keys = _Place(), set[int](), dict[int, tuple[Cell, Any]]()
+        self.place, self.unread, self.keys = Place(), set[int](), dict[int, tuple[Cell, Any]]()
 
     def read(self, count: _Watched) -> None:
         self.unread.discard(id(count))

@@ -16,7 +16,6 @@ import functools
 import math
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -29,7 +28,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .errors import ArgumentError, PlacementError, describe
 from .switches import Switch
-from .tracing import at_top_level, concrete_mesh, current_mesh, level_of_user, resharded
+from .tracing import Place, at_top_level, concrete_mesh, current_mesh, resharded
 
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
 
@@ -364,7 +363,7 @@ def _check_names(value: Any, metadata: Mapping[str, Any], kind: type) -> None:
             if own is not None:
                 raise error
             if similar:
-                warnings.warn(f"{error}", stacklevel=level_of_user())
+                Place().warn(f"{error}")
 
 
 def _does_not_fit(value: Any, mesh: Any, names: Any, kind: type, problem: str) -> PlacementError:

@@ -16,6 +16,7 @@ import os
 import sys
 import traceback
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any, ParamSpec, TypeVar
@@ -244,12 +245,21 @@ def is_users(file: str) -> bool:
     return _frames.include_filename(file) and not file.startswith(_JAX)
 
 
-def level_of_user() -> int:
-    """The ``stacklevel`` with which a warning of the caller points to the user's code."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
-        level, frame = level + 1, frame.f_back
-    return level
+class Place:
+    """The line of the user's code that is running, for a warning, which may come later."""
+
+    __slots__ = ("_at", "function")
+
+    def __init__(self) -> None:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+            frame = frame.f_back
+        self.function, names = frame.f_code.co_name, frame.f_globals
+        registry = names.setdefault("__warningregistry__", {})  # by which a warning comes once for each line
+        self._at = frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
+
+    def warn(self, text: str, category: type[Warning] = UserWarning) -> None:
+        warnings.warn_explicit(text, category, *self._at)
 
 
 _LIFTING = os.path.join(_PACKAGE, "transforms", "")

@@ -12,7 +12,6 @@ the same reason, a :class:`~nnxlib.core.errors.RetraceWarning` says so.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from ..core.inputs import ABSENT
 from ..core.layout import Layout
 from ..core.reprs import static_repr
 from ..core.rows import children
-from ..core.tracing import AbstractValue, Tracer, level_of_user
+from ..core.tracing import AbstractValue, Place, Tracer
 
 _KEPT = 32  # how many notes
 _SHOWN = 4  # how many arrays of one Variable are listed
@@ -70,7 +69,7 @@ class Traces:
         self._in_a_row = self._in_a_row + 1 if follows and reason and reason == self._reason else 1
         self._reason = reason
         if self._in_a_row == _IN_A_ROW and previous is not None:
-            warnings.warn(self._each_call(found, previous), RetraceWarning, stacklevel=level_of_user())
+            Place().warn(self._each_call(found, previous), RetraceWarning)
 
     def _each_call(self, found: Sequence[Difference], previous: _Note) -> str:
         """The warning of differences that make each call trace anew, with a remedy for each kind."""
