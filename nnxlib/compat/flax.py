@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
@@ -44,21 +43,7 @@ M = TypeVar("M")
 _SWITCHES = ("graph_updates", "copy_variables")
 
 
-class _Mode(Switch):
-    """A switch for all calls in this thread."""
-
-    _values = threading.local()
-
-    @classmethod
-    def _get(cls) -> bool | None:
-        return getattr(cls._values, cls._flag, None)
-
-    @classmethod
-    def _put(cls, value: bool | None) -> None:
-        setattr(cls._values, cls._flag, value)
-
-
-class set_graph_mode(_Mode):
+class set_graph_mode(Switch):
     """Whether calls that do not say otherwise are in graph mode; where it is not set, see ``flax.config``.
 
     >>> from nnxlib.compat import flax as nnx
@@ -70,7 +55,7 @@ class set_graph_mode(_Mode):
     _flag = "nnx_graph_mode"
 
 
-class set_graph_updates(_Mode):
+class set_graph_updates(Switch):
     """Whether transforms that do not say otherwise carry changes of structure; asked when a transform is made.
 
     >>> from nnxlib.compat import flax as nnx

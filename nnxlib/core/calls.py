@@ -34,8 +34,7 @@ from .call_paths import Collector, Listener
 from .closures import Watch, notice
 from .data import is_node
 from .errors import Path
-from .scopes import scope_of_call
-from .scopes import settings as scopes
+from .scopes import scope_of_call, use_name_scopes
 from .tracing import hide_frames, runs_eagerly
 
 R = TypeVar("R")
@@ -90,7 +89,7 @@ def _follow(listener: Listener, method: Callable, name: str, self: Any, args: tu
         notice(self)
     stack = listener.stack
     follow = None if stack and stack[-1][0] is self and stack[-1][1] == name else listener.on_call
-    scope = "" if not scopes.shown or runs_eagerly() else scope_of_call(listener, self, name)
+    scope = "" if runs_eagerly() or not use_name_scopes.current_value() else scope_of_call(listener, self, name)
     finish = None if follow is None else follow(self, listener.path_of(self), name, args, kwargs)
     stack.append((self, name))
     try:

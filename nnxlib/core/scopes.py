@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 from .call_paths import Listener
 from .switches import Switch
-
-
-class _Settings(threading.local):
-    shown = True
-
-
-settings = _Settings()
 
 
 class use_name_scopes(Switch):
@@ -34,14 +26,6 @@ class use_name_scopes(Switch):
     ...   'Sequential/layers/0' in lowered()
     False
     """
-
-    @classmethod
-    def _get(cls) -> bool:
-        return settings.shown
-
-    @classmethod
-    def _put(cls, value: bool | None) -> None:
-        settings.shown = bool(value)
 
 
 def scope_of_call(listener: Listener, module: Any, name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -22,9 +23,10 @@ def flag(name: str, otherwise: bool) -> bool:
 
 
 class Switch:
-    """A kind of switch, which says where its value is kept; it is True until it is set."""
+    """A kind of switch, with a value for each thread; it is True until it is set."""
 
-    _flag: ClassVar[str]  # the one in ``flax.config``
+    _flag: ClassVar[str | None] = None  # the one in ``flax.config``, if there is one
+    _values: ClassVar[threading.local] = threading.local()
 
     def __init__(self, value: bool, /):
         self._set, self._before = bool(value), self._get()
@@ -34,17 +36,19 @@ class Switch:
     def current_value(cls) -> bool:
         """Return what is set in this thread."""
         value = cls._get()
-        return flag(cls._flag, True) if value is None else value
+        if value is None:
+            return cls._flag is None or flag(cls._flag, True)
+        return value
 
     @classmethod
     def _get(cls) -> bool | None:
         """What has been set in this thread; None if nothing has."""
-        raise NotImplementedError
+        return getattr(cls._values, cls.__name__, None)
 
     @classmethod
     def _put(cls, value: bool | None) -> None:
         """Set it, in this thread."""
-        raise NotImplementedError
+        setattr(cls._values, cls.__name__, value)
 
     def __enter__(self) -> None:
         pass

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 
 import nnxlib as nnx
-from nnxlib.core.scopes import settings
 from tests.core.called import Block, Layer, Net, plain, scopes
 
 X = jnp.ones((1, 2))
@@ -143,16 +142,16 @@ def test_a_function_is_decorated_as_by_other_switches():
 
     @nnx.use_name_scopes(False)
     def shown():
-        return settings.shown
+        return nnx.use_name_scopes.current_value()
 
-    assert (settings.shown, shown(), settings.shown) == (True, False, True)
+    assert (nnx.use_name_scopes.current_value(), shown(), nnx.use_name_scopes.current_value()) == (True, False, True)
 
 
 def test_names_are_per_thread():
     """As the other switches."""
     seen = []
     with nnx.use_name_scopes(False):
-        thread = threading.Thread(target=lambda: seen.append(settings.shown))
+        thread = threading.Thread(target=lambda: seen.append(nnx.use_name_scopes.current_value()))
         thread.start()
         thread.join()
     assert seen == [True]
