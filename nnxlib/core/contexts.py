@@ -42,9 +42,9 @@ from .generics import A
 from .graph import Delta, Packed, changed_row, check_commit, commit, pack
 from .graphdef import GraphDef, graphdef_of
 from .layout import Layout
-from .ops import copies_of, merge
+from .ops import copies_of, divided, merge
 from .rows import NodeRow, Ref, Row, VariableRow
-from .state import FlatState, grouped, state_of_items
+from .state import FlatState, state_of_items
 from .tracing import TraceRef, at_top_level, current_trace
 from .traversals import sorted_by_path
 from .variables import stored_value
@@ -128,7 +128,7 @@ class SplitContext:
         found = zip(layout.leaf_paths, copies_of(layout, leaves), layout.owners, strict=True)
         graphdef = LinkedGraphDef(layout, graphdef_of(layout, leaves).avals, numbers, elsewhere)
         flat = FlatState((path, leaf) for path, leaf, (row, _) in found if row not in elsewhere)
-        groups = grouped(flat, filters, exhaustive=True) if filters else [list(flat)]
+        groups = divided(flat, filters, exhaustive=True)
         self._done.update(numbers)  # a split that is refused has put its leaves nowhere
         return graphdef, groups
 

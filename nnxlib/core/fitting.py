@@ -22,13 +22,13 @@ from .annotations import NamedTuple
 from .closures import notice_all
 from .differences import ANY_VALUE, Aval, Difference, aval_of, leaf_differences, misfits, path_hint, refuse
 from .errors import Path
-from .graph import Packed
+from .graph import Packed, by_path
 from .graphdef import Avals, GraphDef, avals_of, graphdef_of
 from .layout import Layout
 from .making import make_variable
 from .matching import leaves_by_position, listed_by_path, matched, overlaid
 from .rngs import implementation_of
-from .rows import NodeRow, count_leaves
+from .rows import NodeRow
 from .stacking import avals_of_whole_kinds, avals_once_mapped
 from .state import State, is_boxed, is_without_leaves
 from .static import Const, same_items
@@ -73,11 +73,11 @@ def values_to_write(packed: Packed, states: tuple[Any, ...], strict: bool, attac
     Raises:
       StateMismatchError: if ``strict`` and there are leaves that do not fit; if not, these are skipped.
     """
-    layout, leaves, objects = packed
+    layout, leaves, _ = packed
     given = leaves_by_position(layout, states)
     if given is not None and at_top_level():
-        live = enumerate([*[objects[i] for i in layout.variables], *leaves[len(layout.variables) :]])
-        fitting = _values_that_fit(graphdef_of(layout, leaves), [given.get(k, x) for k, x in live])
+        live = enumerate(by_path(packed))
+        fitting = _values_that_fit(graphdef_of(layout, leaves), [given.get(k, x) for k, (_, x) in live])
         if fitting is not None:
             metadata = {k: found for k, (_, found) in fitting[1].items()}
             return ToWrite({k: fitting[0][k] for k in given}, metadata, [])
@@ -127,11 +127,6 @@ def raw_values(leaves: Collection[Any]) -> list[Any]:
     """The leaves, with values in place of Variables."""
     notice_all(x for x in leaves if isinstance(x, Variable))
     return [x._cell.value if isinstance(x, Variable) else x for x in leaves]
-
-
-def positions_in_nodes(layout: Layout) -> slice:
-    """The positions of the leaves that nodes hold themselves."""
-    return slice(len(layout.variables), len(layout.leaf_paths) - count_leaves(layout.root))
 
 
 def as_held(values: Sequence[Any], avals: Sequence[Aval]) -> list[Any]:

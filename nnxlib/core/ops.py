@@ -114,12 +114,12 @@ def _states(
 
     if nesting is None:  # a leaf by itself, a very deep graph, or keys that JAX cannot sort
         flat = FlatState(zip(layout.leaf_paths, copies_of(layout, leaves()), strict=True))
-        return tuple([state_of_items(group) for group in _divided(flat, filters, exhaustive)])
+        return tuple([state_of_items(group) for group in divided(flat, filters, exhaustive)])
     if not filters:
         return (State._later(_Snapshot(layout, leaves())),)
 
     def groups_of(leaves: list[Any]) -> list[Items]:
-        return _divided(FlatState.from_sorted_keys_values(nesting.paths, nesting.sort(leaves)), filters, exhaustive)
+        return divided(FlatState.from_sorted_keys_values(nesting.paths, nesting.sort(leaves)), filters, exhaustive)
 
     if any(x.looks_at_values for x in predicates):
         return tuple([state_of_items(group) for group in groups_of(copies_of(layout, leaves()))])
@@ -136,7 +136,7 @@ def _states(
     return tuple(found)
 
 
-def _divided(flat: FlatState, filters: Sequence[Filter], exhaustive: bool) -> list[Items]:
+def divided(flat: FlatState, filters: Sequence[Filter], exhaustive: bool) -> list[Items]:
     """The leaves for each filter, with their paths; without any, all leaves."""
     if not filters:
         return [list(flat)]
@@ -147,7 +147,7 @@ def _divided(flat: FlatState, filters: Sequence[Filter], exhaustive: bool) -> li
 def live_states(node: Any, filters: Sequence[Filter], *, exhaustive: bool) -> tuple[Any, ...]:
     """The leaves of a node as a State, or one for each filter, with its very Variables."""
     flat = FlatState(by_path(_packed(node)))
-    return tuple([state_of_items(group) for group in _divided(flat, filters, exhaustive)])
+    return tuple([state_of_items(group) for group in divided(flat, filters, exhaustive)])
 
 
 @overload
@@ -229,9 +229,8 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     layout = graphdef.layout
     # A State that was not looked into since the split has the values themselves; others are matched leaf by leaf.
     values, changed = _values_as_split(graphdef, states) or fitting.values_to_merge(graphdef, states, strict)
-    held = fitting.positions_in_nodes(layout)
-    if held.start < held.stop:
-        values[held] = fitting.as_held(values[held], graphdef.avals[held])
+    held = slice(len(layout.variables), len(layout.leaf_paths) - count_leaves(layout.root))
+    values[held] = fitting.as_held(values[held], graphdef.avals[held])
     if not changed:
         made = build_described(layout, values)
     else:
