@@ -41,8 +41,6 @@ _MOST_MEMBERS = 100  # of a container whose members are compared; of a longer on
 _FUNCTIONS = types.FunctionType, types.MethodType, functools.partial
 _NO_HOLDERS = Identified, GraphDef, type, types.ModuleType, *_FUNCTIONS, threading.local, *weakref.ProxyTypes
 
-_FIXED = ()  # stands for the attributes of a frozen dataclass
-
 
 class Conditions:
     """The conditions for one function.
@@ -73,19 +71,19 @@ class Conditions:
             steps += [last._replace(is_root=True), *further]
         steps += [step for chain in found.alternatives for step in chain.steps(known)]
         # What is compared: the members of containers and objects, the holders; and what stands alone.
-        holders = found.followable([chain for chain in found.chains if _compared_in(chain.value)])
-        containers = [(chain.value, container) for chain in holders for container in _compared_in(chain.value)]
+        holders = found.followable([chain for chain in found.chains if _compared_in(chain.value) is not None])
+        containers = [(chain.value, container) for chain in holders for container in _compared_in(chain.value) or ()]
         alone = found.followable([chain for chain in [*found.ends, *others] if _is_alone(chain)])
         # How these are reached.
         known |= {id(chain.value) for chain in holders}  # their lengths need not be compared
         chains = [*holders, *[chain.before for chain in alone if chain.before is not None]]
         steps += [step for chain in chains for step in chain.steps(known)]
-        objects = [x for x, container in containers if container is not _FIXED and container is not x]
+        objects = [x for x, container in containers if container is not x]
         steps += [step for x in objects for step in same_attributes(x, known)]
         ends = [chain for chain in alone if not chain.look_up.refers_to(functions)]
         self.steps = [step for step in steps if not step.look_up.refers_to(functions)]
         self.ends = [End(chain.look_up, types.CellType(mark_of(chain.value))) for chain in ends]
-        self.members = [Members(container) for _, container in containers if container is not _FIXED]
+        self.members = [Members(container) for _, container in containers]
 
     def __bool__(self) -> bool:
         return bool(self.steps or self.ends or self.members)
@@ -201,18 +199,18 @@ def _is_other(x: Any) -> bool:
     return not (are_constants([x]) or is_left_over(x))
 
 
-def _compared_in(x: Any) -> list[Any]:
-    """Whose members are compared: a container itself, and the attributes of an object; none for other values.
+def _compared_in(x: Any) -> list[Any] | None:
+    """Whose members are compared: a container itself, and the attributes of an object; None for other values.
 
-    ``_FIXED`` for an object whose attributes cannot change.
+    None of a frozen dataclass are, but it must be the same one.
     """
-    held = [x] if issubclass(type(x), MUTABLE_CONTAINERS) else []
+    held = [x] if issubclass(type(x), MUTABLE_CONTAINERS) else None
     if type(x) in MUTABLE_CONTAINERS or issubclass(type(x), _NO_HOLDERS) or is_of_library(vars(type(x))):
         return held
     if _is_frozen(x):
-        return [_FIXED]
+        return []
     attributes = dict_of(x)
-    return [*held, attributes.values()] if type(attributes) is dict else held
+    return [*(held or ()), attributes.values()] if type(attributes) is dict else held
 
 
 def _is_frozen(x: Any) -> bool:
