@@ -177,6 +177,8 @@ def _parts(value: Any) -> Iterable[Any]:
         return [child for _, child in value._nnx_children()]
     if isinstance(value, Variable):
         return peek(value._cell), *value._metadata.values()
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)  # at once: these are most of what there is
     if isinstance(value, HOLDERS):
         return held_by(value)
     attributes = None if isinstance(value, types.ModuleType) else dict_of(value)
