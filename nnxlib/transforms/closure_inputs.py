@@ -168,10 +168,10 @@ class Captures:
             if not captured or known is None or [*map(id, captured)] != [id(reference()) for reference in known.roots]:
                 return
             running = {**known.running, **running_in(methods)}
-            more = self._with_holders(known._replace(running=running), captured, packed.layout)
+            more, reached = self._with_holders(known._replace(running=running), captured, packed.layout)
             if len(running) == len(known.running) and more.holders is known.holders:
                 return
-            self.known = self._known_from(self._search(more, captured), known.roots, more)
+            self.known = self._known_from(reached, known.roots, more)
         raise CapturedObjects(())
 
     def capture_sharing(self, captured: Sequence[Any]) -> None:
@@ -197,22 +197,24 @@ class Captures:
         known = self.known or self._start_anew()
         known = known._replace(running={**known.running, **outside.running})
         sought = [*outside.roots, *[reference() for reference in known.roots]]
-        known = self._with_holders(known, sought, layout, pack(sought).layout)
-        found = self._search(known, sought)
+        known, found = self._with_holders(known, sought, layout, pack(sought).layout)
         return self._known_from(found, _with_more(known.roots, outside.roots, found), known)
 
-    def _with_holders(self, known: Known, objects: Sequence[Any], *layouts: Layout) -> Known:
-        """What is known, with what else arguments of the layouts hold that leads to these objects.
+    def _with_holders(self, known: Known, objects: Sequence[Any], *layouts: Layout) -> tuple[Known, Reached]:
+        """What is known, with what else arguments of the layouts hold that leads to these objects; and what is reached.
 
         Such an object may be replaced there, and nothing else would notice that.
         """
+        own = self._search(known, objects)
         more = [x for x in statics_and_classes(*layouts) if not any(x is holder for holder in known.holders)]
         if more:
-            own = self._search(known, objects)
             given = (*self._given, *known.holders, *more)
             others = search(self._function, objects, known.running.values(), given, self._names)
             more = _leading_to(objects, more, others, own)
-        return known._replace(holders=(*known.holders, *more)) if more else known
+        if not more:
+            return known, own
+        known = known._replace(holders=(*known.holders, *more))
+        return known, self._search(known, objects)
 
     def _found_again(self, before: Known) -> Known:
         """What is known after something has changed: the objects that are now at addresses of captured ones.
