@@ -382,7 +382,9 @@ def test_a_module_that_can_be_called_is_no_filter():
 def test_the_class_of_a_node_takes_no_leaf(kind):
     """There is a warning where leaves are selected, at the line of the user; filters of Modules take it."""
     model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-    for select in (nnx.state, nnx.pop, lambda m, f: nnx.split(m, nnx.Param, f, ...)[2]):
+    with nnx.split_context() as context:
+        splits = [lambda m, f, split=split: split(m, nnx.Param, f, ...)[2] for split in (nnx.split, context.split)]
+    for select in (nnx.state, nnx.pop, *splits):
         message = rf"^{kind.__name__} selects nothing: filters see Variables"
         with pytest.warns(UserWarning, match=message) as warned:
             assert select(model, kind) == {}
