@@ -5,7 +5,8 @@ A *trace* is JAX's record of a function while it runs on tracers. An object reme
 this trace is running, since otherwise a tracer could outlive its trace.
 
 The other sections, which are here because they depend on JAX's internals, are about arrays and meshes, about jaxprs and
-the name scopes of their equations, and about stack frames: which ones tracebacks show, and the memory for them.
+the name scopes of their equations, and about stack frames: which ones tracebacks show, to which one a warning points,
+and the memory for them.
 """
 
 from __future__ import annotations
