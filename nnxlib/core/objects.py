@@ -304,9 +304,11 @@ class AttributeView(MutableMapping):
 
 
 def _is_computed(node: Any, name: str) -> bool:
-    """Whether a property, or another descriptor, has this name: to set the attribute would call it again."""
+    """Whether a property, or another descriptor, of a user's class has this name: to set it would call that again."""
     found = class_attribute(type(node), name)
-    return hasattr(type(found), "__set__") and not isinstance(found, types.MemberDescriptorType)
+    if found is class_attribute(Pytree, name) or isinstance(found, types.MemberDescriptorType):
+        return False
+    return hasattr(type(found), "__set__")
 
 
 def class_attribute(cls: type, name: str) -> Any:

@@ -141,7 +141,7 @@ def add_bias(y: Array, bias: Array) -> Array:
     Raises:
       ValueError: if it does not broadcast to them: one that was left as it was when the kernel was replaced.
     """
-    if not broadcasts(bias.shape, y.shape):
+    if not broadcasts(bias.shape, getattr(y, "shape", bias.shape)):  # a quantiser may have an object of its own
         raise UsageError(f"The bias {describe(bias)} does not fit the output {describe(y)} of its layer.")
     return y + aligned(bias, y.ndim)
 
