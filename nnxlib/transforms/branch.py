@@ -197,19 +197,14 @@ def _aligned(layout: Layout, inputs: list[Any], bodies: list[Body]) -> tuple[lis
     for k, body in enumerate(others, 1):
         _check_structures(layout, first, body, k)
     delta, owners = _joint_delta(layout, bodies)
-    positions = layout.owner_positions
-    sources = [_sources(body, owners, positions) for body in bodies]
-    types = [
-        [body.types[k] if own else type_of(inputs[k]) for own, k in source]
-        for body, source in zip(bodies, sources, strict=True)
-    ]
-    known = dict(zip(first.owners, first.leaf_paths, strict=True))
-    paths = [known[owner] if owner in known else layout.leaf_paths[positions[owner]] for owner in owners]
+    sources = [_sources(body, owners, layout) for body in bodies]
+    types = [list(map(type_of, _taken(source, body.types, inputs))) for body, source in zip(bodies, sources)]
+    paths = _taken(sources[0], first.leaf_paths, layout.leaf_paths)
     for k, other in enumerate(types[1:], 1):
         changes = type_changes(types[0], other, paths, _IN_BRANCHES.format(k=k))
         if changes:
             raise BodyError(listed(_TYPES.format(k=k), changes, _CAST))
-    return [_run(body, source) for body, source in zip(bodies, sources, strict=True)], delta
+    return [functools.partial(_run, body, source) for body, source in zip(bodies, sources)], delta
 
 
 def _joint_delta(layout: Layout, bodies: Sequence[Body]) -> tuple[Delta, list[Owner]]:
@@ -259,17 +254,17 @@ _STRUCTURES = "Branch 0 and branch {k} (for cond: false and true) leave objects 
 _ALIKE = "Let all branches attach, delete and replace the same attributes, or do it before."
 
 
-def _sources(body: Body, owners: Sequence[Owner], positions: dict[Owner, int]) -> list[tuple[bool, int]]:
-    """Where a branch takes each leaf from: (True, k) from its own results, (False, position) from what came in."""
+def _sources(body: Body, owners: Sequence[Owner], layout: Layout) -> list[int]:
+    """Where a branch has each leaf: the place among those that it returns and, after these, those that came in."""
     place = {owner: k for k, owner in enumerate(body.owners)}
-    return [(True, place[owner]) if owner in place else (False, positions[owner]) for owner in owners]
+    return [place[x] if x in place else len(place) + layout.owner_positions[x] for x in owners]
 
 
-def _run(body: Body, source: list[tuple[bool, int]]) -> Callable:
-    """A branch as a function of leaves."""
+def _taken(source: Sequence[int], returned: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    found = (*returned, *given)
+    return [found[k] for k in source]
 
-    def run(leaves: Sequence[Any]) -> list[Any]:
-        results = body.run(leaves)
-        return [results[k] if own else leaves[k] for own, k in source]
 
-    return run
+def _run(body: Body, source: Sequence[int], leaves: Sequence[Any]) -> list[Any]:
+    """What a branch returns for these leaves."""
+    return _taken(source, body.run(leaves), leaves)
