@@ -32,7 +32,7 @@ from ..core.static import StaticArgument
 from ..core.tracing import boundary
 from .callables import as_bound, as_pair, check_options, resolve
 from .leaf_checks import check_returned, check_traceable, type_of
-from .lift import Arguments, Outcome, cross, finish
+from .lift import Arguments, Outcome, cross, finish, part_of
 from .naming import named
 from .selection import Selection
 from .tangents import (
@@ -40,7 +40,6 @@ from .tangents import (
     Argnums,
     DiffState,
     Tangents,
-    argument_of,
     by_argument,
     choices,
     differentiated,
@@ -403,7 +402,7 @@ class _Call:
                 found[after[place]] = zeros_like(shape)
         table = Tangents(changed.layout, tuple(found))
         (_, arguments), output = children(changed.layout.root)
-        parts = [*(((), argument_of(arguments, i)) for i in self.diff), output]
+        parts = [*((("args", i), part_of(arguments, (0, i))) for i in self.diff), output]
         *of_arguments, of_output = table.fold_parts(table.as_variables(list(found.values())), parts)
         return tuple(of_arguments), of_output, changed.layout.positions.keys()
 

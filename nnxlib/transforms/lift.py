@@ -32,7 +32,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-from jax.tree_util import all_leaves, register_static
+from jax.tree_util import all_leaves, register_static, tree_structure
 
 from ..core.annotations import NamedTuple
 from ..core.calls import call_listening, listener_for, recorded_types, repeated
@@ -46,6 +46,7 @@ from ..core.layout import Layout
 from ..core.missing import MISSING
 from ..core.packing import pack_live
 from ..core.recordings import bring_back, carrier_in, give_on, recorded_anew, with_carrier
+from ..core.rows import BoundMethod, Spec, Tree
 from ..core.tracing import boundary
 from .axes import stack_axes, strip_axes
 from .callables import resolve
@@ -61,6 +62,18 @@ class Arguments(NamedTuple):
     args: tuple
     kwargs: dict[str, Any]
     captured: tuple = ()  # objects that the function captures, see core/closures.py
+
+
+def part_of(root: Spec, place: tuple[int, ...]) -> Tree:
+    """A part of a packed pytree, by the numbers of children: ``(0, i)`` is argument ``i`` of :class:`Arguments`."""
+    if not isinstance(root, Tree) or type(root.treedef) is BoundMethod:
+        return Tree(tree_structure(0), ((),), (root,))
+    treedef, (start, stop) = root.treedef, (0, len(root.paths))
+    for k in place:
+        below = treedef.children()
+        start += sum(x.num_leaves for x in below[:k])
+        treedef, stop = below[k], start + below[k].num_leaves
+    return Tree(treedef, tuple([path[len(place) :] for path in root.paths[start:stop]]), root.children[start:stop])
 
 
 @register_static

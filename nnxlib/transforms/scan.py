@@ -30,7 +30,7 @@ from ..core.layout import Layout
 from ..core.missing import MISSING
 from ..core.packing import pack_live
 from ..core.recordings import give_on, recorded_anew, with_carrier
-from ..core.rows import ROOT, BoundMethod, Spec, Tree, children, same_treedef
+from ..core.rows import ROOT, Tree, children
 from ..core.tracing import slice_type
 from ..core.variables import RngCount
 from . import body_checks
@@ -41,7 +41,7 @@ from .classes import lifts_classes
 from .data_transform import DataTransform, transformed_data
 from .labels import Labels, label_arguments, labels_after, mapped_size
 from .leaf_checks import as_unroll
-from .lift import Arguments, Outcome
+from .lift import Arguments, Outcome, part_of
 from .naming import named
 from .prefixes import argument_entries, check_axes, labels_in, output_entries, prefix_key, same_entries
 from .program import Program, as_function, program_of, run_program, settings_of, weakly
@@ -370,20 +370,14 @@ def _replaced(layout: Layout, labels: Labels, place: tuple | None, body: Body, o
     Raises:
       BodyError: if the carry comes out with another structure.
     """
-
-    def below(spec: Spec, prefix: tuple) -> list[tuple[tuple, Spec]]:
-        return [(path[len(prefix) :], child) for path, child in children(spec) if path[: len(prefix)] == prefix]
-
-    kept = [spec for path, spec in below(layout.root, ()) if place is None or path[: len(place)] != place]
-    before, after = ([], []) if place is None else (below(layout.root, place), below(body.delta.root, out_place))
-    pairs = [*zip(kept, kept, strict=True), *((a, b) for (_, a), (_, b) in zip(before, after, strict=False))]
-    given = _NO_CARRY if place is None else _tree(layout.root, (0, *place[1:]), before)
-    returned = _NO_CARRY if place is None else _tree(body.delta.root, out_place, after)
-    is_alike = given.paths == returned.paths and same_treedef(given.treedef, returned.treedef)
-    replaced = body_checks.successors(layout, body, pairs, functools.partial(_is_stacked, labels)) if is_alike else None
+    given = _NO_CARRY if place is None else part_of(layout.root, (0, place[1]))
+    returned = _NO_CARRY if place is None else part_of(body.delta.root, out_place)
+    kept = [spec for path, spec in children(layout.root) if not _is_below(path, place)]
+    pairs = [*zip(kept, kept, strict=True), (given, returned)]
+    replaced = body_checks.successors(layout, body, pairs, functools.partial(_is_stacked, labels))
     if replaced is None:
-        first = [path[1:] for path, _ in after if path[:1] == (0,)]
-        if out_place == () and before and given != returned and first == [path for path, _ in before]:
+        first = tuple([path[1:] for path in returned.paths if path[:1] == (0,)])
+        if out_place == () and given.paths and given != returned and first == given.paths:
             raise BodyError(_CARRY_ALONE)
         body_checks.check_same_output(layout, given, returned, _OTHER_CARRY, body_checks.RETURN_ALIKE, "carry")
     replaced = replaced or {}
@@ -392,16 +386,6 @@ def _replaced(layout: Layout, labels: Labels, place: tuple | None, body: Body, o
 
 
 _NO_CARRY = Tree(jtu.tree_structure(()), (), ())
-
-
-def _tree(spec: Spec, place: tuple[int, ...], items: list[tuple[tuple, Spec]]) -> Tree:
-    """The pytree at a place in another one, given by the numbers of children; ``items`` are what is in it."""
-    treedef: Any = jtu.tree_structure(0)
-    if isinstance(spec, Tree) and type(spec.treedef) is not BoundMethod:
-        treedef = spec.treedef
-    for k in place:
-        treedef = treedef.children()[k]
-    return Tree(treedef, tuple([path for path, _ in items]), tuple([item for _, item in items]))
 
 
 _OTHER_CARRY = "The carry of scan must come out with the structure, and the objects, that went in:"

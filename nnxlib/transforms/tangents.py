@@ -31,6 +31,7 @@ from ..core.tracing import zeros_of
 from ..core.variables import Param, stored_value
 from .labels import label_arguments
 from .leaf_checks import is_traceable, type_of
+from .lift import part_of
 from .prefixes import PrefixMapping
 
 _LANES = ("differentiated", "rest")
@@ -227,7 +228,7 @@ class Tangents(NamedTuple):
 
         As in JAX, the others are not made: their classes may refuse a None in place of an array.
         """
-        return self.fold_parts(values, [((), argument_of(self.layout.root, i)) for i in numbers])
+        return self.fold_parts(values, [(("args", i), part_of(self.layout.root, (0, i))) for i in numbers])
 
     def fold_parts(self, values: Sequence[Any], parts: Sequence[tuple[tuple, Spec]]) -> list[Any]:
         """The same for parts of the pytree, each given by its path and spec."""
@@ -296,15 +297,6 @@ def own_leaves(layout: Layout) -> range:
     """The positions of the leaves that are in no object: they are the last ones."""
     count = len(layout.leaf_paths)
     return range(count - count_leaves(layout.root), count)
-
-
-def argument_of(arguments: Spec, number: int) -> Tree:
-    """The spec of one positional argument, out of that of packed ``Arguments``."""
-    assert isinstance(arguments, Tree)
-    treedefs = arguments.treedef.children()[0].children()
-    start = sum(treedef.num_leaves for treedef in treedefs[:number])
-    own = slice(start, start + treedefs[number].num_leaves)
-    return Tree(treedefs[number], arguments.paths[own], arguments.children[own])
 
 
 def _below(nested: Any, path: tuple) -> Any:
