@@ -48,8 +48,8 @@ class JitCrossing(Crossing):
             _check_shardings([label.sharding for label in self.lanes], *found)
         return found
 
-    def _cross(self, f: Callable, layout: Layout, leaves: Sequence[Any], forced: Collection[int]) -> tuple[Any, After]:
-        return call_watched(lambda: cross(f, layout, leaves, forced, loan=self._loan(), cell=Input))
+    def _cross(self, f: Callable, leaves: Sequence[Any], forced: Collection[int]) -> tuple[Any, After]:
+        return call_watched(lambda: cross(f, self.layout, leaves, forced, loan=self._loan(), cell=Input))
 
     def _loan(self) -> dict[int, Any]:
         """The captured objects, by row, for a trace to borrow."""

@@ -35,7 +35,7 @@ import jax
 from jax.tree_util import all_leaves, register_static, tree_structure
 
 from ..core.annotations import NamedTuple
-from ..core.calls import call_listening, listener_for, recorded_types, repeated
+from ..core.calls import call_listening, listener_for
 from ..core.cells import Cell, new_cell
 from ..core.closures import all_borrowed, call_borrowing
 from ..core.errors import place_of
@@ -43,17 +43,15 @@ from ..core.escapes import without_escapes
 from ..core.graph import After, Delta, Packed, build, commit, diff
 from ..core.inputs import lend
 from ..core.layout import Layout
-from ..core.missing import MISSING
 from ..core.packing import pack_live
-from ..core.recordings import bring_back, carrier_in, give_on, recorded_anew, with_carrier
+from ..core.recordings import bring_back, carrier_in, give_on, with_carrier
 from ..core.rows import BoundMethod, Spec, Tree
 from ..core.tracing import boundary
-from .axes import stack_axes, strip_axes
 from .callables import resolve
-from .labels import Labels, join_lanes, label_arguments, labels_after, lane_numbers, lanes_of, split_lanes
+from .labels import Labels, join_lanes, labels_after, lane_numbers, split_lanes
 from .leaf_checks import check_returned, explain_untraced
 from .naming import named
-from .prefixes import output_entries, same_entries
+from .prefixes import output_entries
 
 
 class Arguments(NamedTuple):
@@ -179,8 +177,9 @@ class Crossing:
       lane_of: the number of the lane of each leaf in the layout; unused if there is only one.
       labels: of the arguments; objects attached to these inherit their labels. None if there is only one lane.
       out_prefix: the prefix of the output.
-      axis_name: if labels are axes of stacks, the name of this axis in the metadata of Variables (axes.py).
     """
+
+    out_option = "out_shardings or out_specs"  # what the user calls the prefix of the output
 
     def __init__(
         self,
@@ -189,10 +188,9 @@ class Crossing:
         lane_of: tuple[int, ...] = (),
         labels: Labels | None = None,
         out_prefix: Any = None,
-        axis_name: Any = MISSING,
     ):
         self.layout, self.lanes, self.lane_of = layout, lanes, lane_of
-        self.labels, self.out_prefix, self.axis_name = labels, out_prefix, axis_name
+        self.labels, self.out_prefix = labels, out_prefix
 
     def split(self, leaves: Sequence[Any]) -> tuple[list[Any], ...]:
         """One list of leaves per lane."""
@@ -214,25 +212,23 @@ class Crossing:
         Raises:
           OutputError: for a value to come back that JAX cannot return; names its path.
         """
-        layout = self.layout
-        if self.axis_name is not MISSING:  # the leaves are slices of stacks
-            layout = strip_axes(layout, leaves, [self.lanes[lane] for lane in self.lane_of], self.axis_name)
-        out, after = self._cross(f, layout, leaves, forced)
+        out, after = self._cross(f, leaves, forced)
         check_returned(after)
         lane_of: tuple[int, ...] = ()
         if self.labels is not None:
-            name = "out_shardings or out_specs" if self.axis_name is MISSING else "out_axes"
-            found = labels_after(self.labels, after, output_entries(self.out_prefix, out, name))
-            if self.axis_name is not MISSING:
-                after, found = stack_axes(after, found, layout, self.axis_name)
+            after, found = self._labelled(self.labels, after, out)
             lane_of = lane_numbers(found, self.lanes)
         outcome = Outcome(after.delta, lane_of, after.leaf_paths, self._read(after))
         return split_lanes(after.leaves, lane_of, len(self.lanes)), outcome
 
-    # Two steps of `run`, which `nnx.jit` overrides (jit_crossing.py).
+    # Steps of `run`, of which `nnx.jit` (jit_crossing.py) and `nnx.vmap` override some.
 
-    def _cross(self, f: Callable, layout: Layout, leaves: Sequence[Any], forced: Collection[int]) -> tuple[Any, After]:
-        return cross(f, layout, leaves, forced)
+    def _cross(self, f: Callable, leaves: Sequence[Any], forced: Collection[int]) -> tuple[Any, After]:
+        return cross(f, self.layout, leaves, forced)
+
+    def _labelled(self, labels: Labels, after: After, out: Any) -> tuple[After, Sequence[Any]]:
+        """What comes back, and the labels of its leaves."""
+        return after, labels_after(labels, after, output_entries(self.out_prefix, out, self.out_option))
 
     def _read(self, after: After) -> Sequence[int]:
         """The positions of the leaves that were read, if that is known."""
@@ -294,35 +290,3 @@ def tracing_all(run: Callable, crossing: Crossing) -> Callable:
             raise
 
     return traced
-
-
-def lift_lanes(
-    over: Callable,
-    function: Callable,
-    arguments: Arguments,
-    entries: Sequence[Any],
-    out_prefix: Any,
-    size: Callable[[Packed, Sequence[Any]], int | None] = lambda packed, labels: None,
-    axis_name: Any = MISSING,
-) -> tuple[Any, Packed, Sequence[Any]]:
-    """Call ``function`` through a JAX transformation that has a lane for each label.
-
-    Returns its output, the packed arguments, and the label of each of their leaves.
-
-    ``over(pure, crossing)`` applies the JAX transformation to the pure function of a :class:`Crossing`. The ``entries``
-    are what the prefixes of the arguments say about each node and leaf in them: a label, or a mapping to labels.
-    ``size(packed, labels)`` is how often the function runs for each trace of it; None if that is not known.
-    """
-    if axis_name is not MISSING:  # where labels are shardings, that of a recording is not known
-        arguments = with_carrier(arguments)
-        entries = [*entries, *same_entries(0, arguments.captured)]
-    with recorded_anew(arguments):
-        packed = pack_live(arguments)
-        labels, leaf_labels = label_arguments(packed, entries)
-        function = repeated(function, size(packed, leaf_labels))
-        recorded = [0] if axis_name is not MISSING and recorded_types() else []  # what slices sow is stacked
-        lanes = lanes_of(leaf_labels, entries, out_prefix, recorded)
-        crossing = Crossing(packed.layout, *lanes, labels, out_prefix, axis_name)
-        out = finish(packed, over(crossing.purify(function), crossing)(*crossing.split(packed.leaves)))
-    give_on(arguments)
-    return out, packed, leaf_labels

@@ -13,13 +13,16 @@ from jax.sharding import AxisType
 
 from ..core.errors import PrefixError, format_path, listed
 from ..core.missing import MISSING, is_missing
+from ..core.packing import pack_live
 from ..core.placement import settle
+from ..core.recordings import recorded_anew
 from ..core.tracing import at_top_level, current_mesh
 from ..core.variables import plain_value
 from .callables import by_position, explained, resolve
 from .classes import lifts_classes
+from .labels import label_arguments, lanes_of
 from .leaf_checks import type_of
-from .lift import Arguments, Crossing, lift_lanes, tracing_all
+from .lift import Arguments, Crossing, finish, tracing_all
 from .naming import named
 from .prefixes import PrefixMapping, argument_entries, check_labels, same_entries
 
@@ -77,18 +80,18 @@ def shard_map(
         entries += argument_entries(others if inferred else in_specs, args, "in_specs")
         entries += same_entries(others, kwargs)
         arguments = Arguments((*bound, *args), kwargs)
-
-        def over(pure: Callable, crossing: Crossing) -> Callable:
-            specs = tuple([_REPLICATED if spec is None else spec for spec in crossing.lanes])
-
+        with recorded_anew(arguments):
+            packed = pack_live(arguments)
+            labels, leaf_labels = label_arguments(packed, entries)
+            crossing = Crossing(packed.layout, *lanes_of(leaf_labels, entries, out_specs), labels, out_specs)
+            specs = tuple([_as_spec(label) for label in crossing.lanes])
+            pure = crossing.purify(function)
             transform = functools.partial(jax.shard_map, in_specs=specs, out_specs=(specs, _REPLICATED), **options)
             call = explained(pure, transform, functools.partial(_explain, pure, crossing, specs, options))
-            return tracing_all(call, crossing)
-
-        out, packed, labels = lift_lanes(over, function, arguments, entries, out_specs)
+            out = finish(packed, tracing_all(call, crossing)(*crossing.split(packed.leaves)))
         if at_top_level() and _names_devices(mesh, axis_names):
             cells = [packed.objects[i]._cell for i in packed.layout.variables]
-            settle(cells, [_REPLICATED if spec is None else spec for spec in labels[: len(cells)]], mesh)
+            settle(cells, list(map(_as_spec, leaf_labels[: len(cells)])), mesh)
         return out
 
     return wrapped
@@ -121,6 +124,11 @@ _NO_SPECS = """\
 shard_map needs in_specs over {names}: only over axes of the type Explicit does an array have a spec of its own."""
 
 _REPLICATED = jax.sharding.PartitionSpec()
+
+
+def _as_spec(label: Any) -> Any:
+    return _REPLICATED if label is None else label
+
 
 _TAKES = "shard_map takes a jax.sharding.PartitionSpec, None or nnx.StateSharding of these"
 

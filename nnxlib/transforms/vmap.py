@@ -6,21 +6,24 @@ The leaves with one axis form a lane. Names of axes in metadata are dropped on t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
 
+from ..core.calls import recorded_types, repeated
 from ..core.errors import PlacementError, PrefixError, format_path, listed
-from ..core.graph import Packed
+from ..core.graph import After, Packed
 from ..core.missing import MISSING
+from ..core.packing import pack_live
 from ..core.placement import mesh_axes_in
-from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks
+from ..core.recordings import give_on, recorded_anew, with_carrier
+from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks, stack_axes, strip_axes
 from .callables import by_position, explained, resolve, static_arguments
 from .classes import lifts_classes
-from .labels import join_lanes, mapped_size, split_lanes
-from .lift import Arguments, Crossing, Returned, lift_lanes, tracing_all
+from .labels import Labels, join_lanes, label_arguments, lanes_of, mapped_size, split_lanes
+from .lift import Arguments, Crossing, Returned, cross, finish, tracing_all
 from .prefixes import argument_entries, check_axes, labels_in, prefix_key, same_entries
 from .program import Program, program_of, watched, weakly
 
@@ -69,7 +72,7 @@ def vmap(
     """
     options: dict[str, Any] = {"axis_name": axis_name, "axis_size": axis_size, "spmd_axis_name": spmd_axis_name}
 
-    def over(pure: Callable, crossing: Crossing) -> Callable:
+    def over(pure: Callable, crossing: MappedCrossing) -> Callable:
         lanes = crossing.lanes
         transform = lambda fun, out: jax.vmap(fun, in_axes=lanes, out_axes=out, **options)
         refuse = lambda groups: _refuse_explicit(crossing, groups)
@@ -119,7 +122,7 @@ def pmap(
     function, axis = weakly(resolve(f)[0]), axis_name_in(transform_metadata)
     settings = (axis_name, axis, axis_size, backend, None if devices is None else tuple(devices))
 
-    def over(pure: Callable, crossing: Crossing) -> Callable:
+    def over(pure: Callable, crossing: MappedCrossing) -> Callable:
         # An axis for each leaf: JAX does not take (0, None) for a prefix of ([x], []).
         axes = crossing.split([crossing.lanes[lane] for lane in crossing.lane_of])
         transform = lambda fun, out: jax.pmap(fun, in_axes=axes, out_axes=out, **options)
@@ -155,10 +158,17 @@ def mapped(
     size: Callable[[Packed, Sequence[Any]], int | None] = lambda packed, labels: None,
     others: Sequence[Any] = (),
 ) -> Callable:
-    """``f`` under a JAX transformation that maps it over an axis; ``over`` and ``size`` are for :func:`lift_lanes`.
+    """``f`` under a JAX transformation that maps it over an axis.
 
-    ``what`` is the name of the transform, for messages; ``axis`` that of the axis, in the metadata of Variables.
-    ``others`` are labels that are allowed besides an axis and None.
+    Args:
+      f: the user's function.
+      over: ``over(pure, crossing)`` applies the JAX transformation to the pure function of a crossing.
+      in_axes: as in :func:`vmap`.
+      out_axes: as in :func:`vmap`.
+      what: the name of the transform, for messages.
+      axis: the name of the axis, in the metadata of Variables.
+      size: ``size(packed, labels)`` is how often the function runs for each trace of it; None if that is not known.
+      others: labels that are allowed besides an axis and None.
     """
     function, bound, bound_kwargs = resolve(f)
     check_axes(in_axes, "in_axes", what, *others)
@@ -173,12 +183,43 @@ def mapped(
         named = {**bound_kwargs, **kwargs}
         for name in sorted(named):
             entries += same_entries(0 if name in kwargs else None, named[name])
-        return lift_lanes(over, function, Arguments((*bound, *args), named), entries, out_axes, size, axis)[0]
+        arguments = with_carrier(Arguments((*bound, *args), named))
+        entries += same_entries(0, arguments.captured)
+        with recorded_anew(arguments):
+            packed = pack_live(arguments)
+            labels, leaf_labels = label_arguments(packed, entries)
+            recorded = [0] if recorded_types() else []  # what slices sow is stacked
+            lanes = lanes_of(leaf_labels, entries, out_axes, recorded)
+            crossing = MappedCrossing(axis, packed.layout, *lanes, labels, out_axes)
+            pure = crossing.purify(repeated(function, size(packed, leaf_labels)))
+            out = finish(packed, over(pure, crossing)(*crossing.split(packed.leaves)))
+        give_on(arguments)
+        return out
 
     return wrapped
 
 
-def _placing(run: Callable, crossing: Crossing) -> Callable:
+class MappedCrossing(Crossing):
+    """A :class:`Crossing` whose labels are axes: the function runs on slices, and what comes back is stacked.
+
+    ``axis_name`` is the name of the axis, in the metadata of Variables (axes.py).
+    """
+
+    out_option = "out_axes"
+
+    def __init__(self, axis_name: AxisName, *args: Any):
+        super().__init__(*args)
+        self.axis_name = axis_name
+
+    def _cross(self, f: Callable, leaves: Sequence[Any], forced: Collection[int]) -> tuple[Any, After]:
+        axes = [self.lanes[lane] for lane in self.lane_of]
+        return cross(f, strip_axes(self.layout, leaves, axes, self.axis_name), leaves, forced)
+
+    def _labelled(self, labels: Labels, after: After, out: Any) -> tuple[After, Sequence[Any]]:
+        return stack_axes(*super()._labelled(labels, after, out), self.layout, self.axis_name)
+
+
+def _placing(run: Callable, crossing: MappedCrossing) -> Callable:
     """``run``, with new Variables also sharded along the stacked axis."""
 
     def placing(*groups: Sequence[Any]) -> Returned:
