@@ -10,22 +10,21 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.tree_util as jtu
 
 from ..core.calls import recorded_types, repeated
-from ..core.errors import PlacementError, PrefixError, format_path, listed
+from ..core.errors import PrefixError
 from ..core.graph import After, Packed
 from ..core.missing import MISSING
 from ..core.packing import pack_live
-from ..core.placement import mesh_axes_in
 from ..core.recordings import give_on, recorded_anew, with_carrier
 from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks, stack_axes, strip_axes
-from .callables import by_position, explained, resolve, static_arguments
+from .callables import by_position, resolve, static_arguments
 from .classes import lifts_classes
 from .labels import Labels, join_lanes, label_arguments, lanes_of, mapped_size, split_lanes
 from .lift import Arguments, Crossing, Returned, cross, finish, tracing_all
 from .prefixes import argument_entries, check_axes, labels_in, prefix_key, same_entries
 from .program import Program, program_of, watched, weakly
+from .vmap_checks import checked, refuse_explicit
 
 
 @lifts_classes()
@@ -75,8 +74,8 @@ def vmap(
     def over(pure: Callable, crossing: MappedCrossing) -> Callable:
         lanes = crossing.lanes
         transform = lambda fun, out: jax.vmap(fun, in_axes=lanes, out_axes=out, **options)
-        refuse = lambda groups: _refuse_explicit(crossing, groups)
-        return _placing(_checked(pure, lanes, transform, refuse), crossing)
+        refuse = lambda groups: refuse_explicit(crossing, groups)
+        return _placing(checked(pure, lanes, transform, refuse), crossing)
 
     size = lambda packed, labels: mapped_size(packed, labels, "vmap", "axis_size", axis_size)
     return mapped(f, over, in_axes, out_axes, "vmap", axis_name_in(transform_metadata), size)
@@ -231,107 +230,14 @@ def _placing(run: Callable, crossing: MappedCrossing) -> Callable:
     return run if crossing.axis_name.partition is None else placing
 
 
-def _checked(
-    pure: Callable, lanes: tuple, transform: Callable, also: Callable[[Sequence[Any]], None] = lambda groups: None
-) -> Callable:
-    """``transform(pure, out_axes)``, with errors that name the values that come back and that JAX refuses.
-
-    If there are none, ``also(groups)`` may raise an error.
-    """
-
-    def explain(groups: Sequence[Sequence[Any]]) -> None:
-        if without_axis := _without_axis(pure, lanes, transform, groups):
-            raise PrefixError(listed("The axis in out_axes does not exist:", without_axis)) from None
-        if None in lanes and (found := _mapped_leaves(pure, lanes, transform, groups)):
-            raise PrefixError(listed(_MAPPED, found, _REDUCE)) from None
-        also(groups)
-
-    return explained(pure, lambda function: transform(function, (lanes, None)), explain)
-
-
 def _compiled_once(pure: Callable, lanes: tuple, transform: Callable) -> Program:
     """The program ``transform(pure, out_axes)`` of one list of leaves per lane, for a transform that compiles."""
     kept: list[Callable] = []
 
     def compiled(groups: Any) -> Any:
-        call = kept.pop() if kept else _checked(watched(pure), lanes, transform)
+        call = kept.pop() if kept else checked(watched(pure), lanes, transform)
         out = call(*groups)
         kept[:] = [call]  # not if it fails: JAX 0.8 does not trace a function again whose trace has failed
         return out
 
-    return Program(lambda groups: _checked(pure, lanes, transform)(*groups), compiled)
-
-
-def _without_axis(pure: Callable, lanes: tuple, transform: Callable, groups: Sequence[Sequence[Any]]) -> list[str]:
-    """A line for each value that comes back with too few axes to be stacked along its label."""
-    try:
-        found, outcome = jax.eval_shape(transform(pure, (0, None)), *groups)
-    except ValueError:  # it fails for another reason; the error of JAX is shown
-        return []
-    names = [outcome.names(k) for k in range(len(lanes))]
-    return [
-        f"{name}: it has {x.ndim} axes, so there is no axis {axis}"
-        for axis, leaves, names_ in zip(lanes, found, names, strict=True)
-        for leaf, name in zip(leaves, names_, strict=True)
-        for x in jtu.tree_leaves(leaf)
-        if axis is not None and not -x.ndim <= axis < x.ndim
-    ]
-
-
-def _mapped_leaves(pure: Callable, lanes: tuple, transform: Callable, groups: Sequence[Sequence[Any]]) -> list[str]:
-    """The paths of the leaves in the lane None that depend on the mapped axis, found by trying one at a time."""
-    lane, names = lanes.index(None), list[str]()
-
-    def only(k: int | None) -> Callable:
-        def fun(*groups: Sequence[Any]) -> Any:
-            out, outcome = pure(*groups)
-            names[:] = outcome.names(lane)
-            return out[lane] if k is None else [out[lane][k]]
-
-        return fun
-
-    try:
-        jax.eval_shape(transform(only(None), 0), *groups)
-    except ValueError:  # it fails for another reason; the error of JAX is shown
-        return []
-    found = []
-    for k, name in enumerate(list(names)):
-        try:
-            jax.eval_shape(transform(only(k), None), *groups)
-        except ValueError:
-            found.append(name)
-    return found
-
-
-def _refuse_explicit(crossing: Crossing, groups: Sequence[Sequence[Any]]) -> None:
-    """Say which arrays do not go with one whose mapped axis is sharded as a part of its type, if there is one."""
-    places = zip(crossing.layout.leaf_paths, join_lanes(groups, crossing.lane_of), crossing.lane_of, strict=True)
-    types = [
-        (f"{format_path(path)}: {type_.str_short(short_dtypes=False)}", crossing.lanes[lane], type_.sharding.spec)
-        for path, leaf, lane in places
-        for type_ in map(jax.typeof, jtu.tree_leaves(leaf))
-    ]
-    sharded = [(name, spec[axis]) for name, axis, spec in types if axis is not None and spec[axis] is not None]
-    if not sharded:
-        return
-    name, over = sharded[0]
-    unlike = [f"{x}, at axis {axis}" for x, axis, spec in types if axis is not None and spec[axis] != over]
-    axes = {*mesh_axes_in(jax.sharding.PartitionSpec(over))}
-    unlike += [
-        f"{x}, passed whole" for x, axis, spec in types if axis is None and axes.intersection(mesh_axes_in(spec))
-    ]
-    if unlike:
-        raise PlacementError(listed(_SHARDED.format(name=name, over=over), unlike, _RESHARD)) from None
-
-
-_SHARDED = "vmap is to map over an axis that is sharded explicitly, over {over!r}, in {name}. These do not go with it:"
-
-_RESHARD = """\
-Along its axis, all that is mapped needs the same sharding, and what is passed whole none over these axes of the mesh: \
-jax.sharding.reshard(x, jax.P(...)). Or make the axis of the mesh automatic: \
-jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto, ...))."""
-
-_MAPPED = "These are passed whole (axis None), but get a value that depends on the mapped axis:"
-_REDUCE = """\
-Give them an axis (for a Module with nnx.StateAxes, such as {nnx.BatchStat: 0, ...: None}), reduce the value over the
-axis first (jax.lax.pmean with an axis_name), or do not change them (`model.eval()`)."""
+    return Program(lambda groups: checked(pure, lanes, transform)(*groups), compiled)
