@@ -127,7 +127,7 @@ def looped(
     only_carry = in_axes is Carry
     in_axes = (Carry,) if only_carry else in_axes
     place, out_place = _places_of_carry(in_axes, out_axes)
-    carried = None if place is None else ("args", *(p + len(bound) for p in place))
+    carried = None if place is None else len(bound) + place[0]
 
     def step(*args: Any, **kwargs: Any) -> Any:
         out = function(*args, **kwargs)
@@ -135,7 +135,7 @@ def looped(
             return type(out)([x if k == out_place[0] else own_states(x) for k, x in enumerate(out)])
         return out if out_place == () else own_states(out)
 
-    scanned = _Scanned(named(step, function), loop, out_axes, carried, out_place, name, data_transform)
+    own = (named(step, function), loop, out_axes, carried, out_place, name, data_transform)
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -154,7 +154,7 @@ def looped(
             settings = (name, data_transform, *prefix_key(in_axes), *prefix_key(out_axes))
             options = (*loop.keywords.values(), type(loop.keywords["unroll"]))  # unroll=True is not unroll=1
             key = (loop.func, *options, tuple(leaf_labels), size, *settings, settings_of(inner))
-            made = _Scan(scanned, layout, labels, leaf_labels, size)
+            made = _Scan(*own, layout, labels, leaf_labels, size)
             out = run_program(program_of((weakly(kept),), layout, key, lambda: Program(made.program)), packed)
         give_on(arguments)
         return out
@@ -162,22 +162,16 @@ def looped(
     return wrapped
 
 
-class _Scanned(NamedTuple):
-    """A function to be looped, and how: the same for all arguments."""
+class _Scan(NamedTuple):
+    """A loop over arguments of one layout, with labels; its program takes their leaves."""
 
     function: Callable  # the body
     loop: Callable
     out_axes: Any
-    carried: tuple | None  # where the argument is that is carried as a whole, in packed `Arguments`
+    carried: int | None  # the number of the argument that is carried as a whole
     out_place: tuple[int, ...] | None  # where the carry is in the output
     axis_name: AxisName
     data_transform: DataTransform | None
-
-
-class _Scan(NamedTuple):
-    """A loop over arguments of one layout, with labels; its program takes their leaves."""
-
-    scanned: _Scanned
     layout: Layout
     labels: Labels
     leaf_labels: list[Any]  # of each leaf, in order
@@ -185,15 +179,15 @@ class _Scan(NamedTuple):
 
     def program(self, leaves: list[Any]) -> Any:
         """Trace the body on slices, check what it does, and loop over it."""
-        scanned, layout, labels, leaf_labels, size = self
+        layout, leaf_labels = self.layout, self.leaf_labels
         _refuse_explicit(layout, leaves, leaf_labels)
         slices = [_slice_type(x, axis) for x, axis in zip(leaves, leaf_labels, strict=True)]
-        inner = strip_axes(layout, slices, leaf_labels, scanned.axis_name)
-        enter = None if scanned.data_transform is None else transformed_data(scanned.data_transform, inner, leaf_labels)
-        body = trace_body(repeated(scanned.function, size), inner, slices, self._stacked, enter)
-        replaced = _replaced(layout, labels, scanned.carried, body, scanned.out_place or ())
-        _check_changes(layout, labels, body, replaced, scanned.out_place)
-        sources, types = _recurring(layout, body, scanned.carried, replaced)
+        inner = strip_axes(layout, slices, leaf_labels, self.axis_name)
+        enter = None if self.data_transform is None else transformed_data(self.data_transform, inner, leaf_labels)
+        body = trace_body(repeated(self.function, self.size), inner, slices, self._stacked, enter)
+        replaced = self._replaced(body)
+        self._check_changes(body, replaced)
+        sources, types = self._recurring(body, replaced)
         strong = body_checks.retyped(leaves, sources, types)
         if strong is not None:  # a weakly typed number that is carried needs another type from the start
             return self.program(strong)
@@ -203,9 +197,82 @@ class _Scan(NamedTuple):
 
     def _stacked(self, after: After, out: Any) -> tuple[After, Sequence[Any]]:
         """What the body did, once slices have been stacked; and the labels of the leaves that come back."""
-        _check_values(out, self.scanned.out_axes)
-        found = labels_after(self.labels, after, output_entries(self.scanned.out_axes, out, "out_axes"))
-        return stack_axes(after, found, self.layout, self.scanned.axis_name)
+        _check_values(out, self.out_axes)
+        found = labels_after(self.labels, after, output_entries(self.out_axes, out, "out_axes"))
+        return stack_axes(after, found, self.layout, self.axis_name)
+
+    def _replaced(self, body: Body) -> dict[int, int]:
+        """The :func:`successors` of the objects that a body was given.
+
+        Raises:
+          BodyError: if the carry comes out with another structure.
+        """
+        layout, given, returned = self.layout, _NO_CARRY, _NO_CARRY
+        if self.carried is not None and self.out_place is not None:
+            given = part_of(layout.root, (0, self.carried))
+            returned = part_of(body.delta.root, self.out_place)
+        kept = [spec for path, spec in children(layout.root) if not _is_below(path, ("args", self.carried))]
+        pairs = [*zip(kept, kept, strict=True), (given, returned)]
+        replaced = body_checks.successors(layout, body, pairs, self._is_stacked)
+        if replaced is None:
+            first = tuple([path[1:] for path in returned.paths if path[:1] == (0,)])
+            if self.out_place == () and given.paths and given != returned and first == given.paths:
+                raise BodyError(_CARRY_ALONE)
+            body_checks.check_same_output(layout, given, returned, _OTHER_CARRY, body_checks.RETURN_ALIKE, "carry")
+        replaced = replaced or {}
+        body_checks.refuse_written(layout, body, replaced, "body of scan")
+        return replaced
+
+    def _check_changes(self, body: Body, replaced: Mapping[int, int]) -> None:
+        """Refuse changes that a loop cannot make in each iteration, and values that have no place to go.
+
+        What has an axis is another object in each iteration, so its structure may change. What is carried or passed
+        whole is the same object in all of them, and the body is traced only once, on its structure before the loop.
+        """
+        layout = self.layout
+        changes = body_checks.structural_changes(layout, body, replaced)
+        refused = [x for x in changes if not x.added and not self._is_stacked(x.row)]
+        body_checks.refuse_structural(refused, "body of scan")
+        kept = {*range(ROOT, len(layout.rows)), *replaced}.difference(change.row for change in changes)
+        problems, whole = [], []
+        for owner, label, path, type_ in zip(body.owners, body.labels, body.leaf_paths, body.types, strict=True):
+            what = place_of(path)
+            if label is Carry and owner[0] == ROOT and not _is_below(path[1:], self.out_place):
+                problems.append(f"{what}: a value of its own in each iteration, but Carry needs one to start from")
+            elif label is Carry and owner[0] not in kept:
+                problems.append(f"{what}: attached inside, but Carry needs a value to start from")
+            elif not (_is_axis(label) or label is Carry or self._is_count(owner[0])):
+                is_variable = owner[0] in layout.variables
+                whole.append(layout.rows[owner[0]].type.__name__ if is_variable else f"nnx.PathContains({path[-1]!r})")
+                problems.append(f"{what}: every iteration would leave a value, and None keeps none of them")
+            elif isinstance(label, int):
+                axes = 1 + min((x.ndim for x in jtu.tree_leaves(type_)), default=abs(label))
+                if not -axes <= label < axes:
+                    problems.append(f"{what}: stacked it has {axes} axes, so there is no axis {label}")
+        if problems:
+            head = "The body of scan changes values in a way that their axes do not allow:"
+            carried = ", ".join(f"{which}: nnx.Carry" for which in dict.fromkeys(whole))
+            raise PrefixError(listed(head, problems, _PLACES.format(carried=carried) if whole else _ATTACH))
+
+    def _recurring(self, body: Body, replaced: Mapping[int, int]) -> tuple[list[int], list[Any]]:
+        """For each leaf that goes to the next iteration, its position among the leaves of the arguments, and its type.
+
+        Of the argument that is carried as a whole, the arrays that are in no object are returned.
+        """
+        handed_on, positions, paths = _handed_on(body), self.layout.owner_positions, self.layout.leaf_paths
+        first_plain = positions.get((ROOT, 0), len(paths))
+        plain = iter([k for k in range(first_plain, len(paths)) if _is_below(paths[k], ("args", self.carried))])
+        owners = [body.owners[k] for k in handed_on]
+        sources = [next(plain) if i == ROOT else positions[replaced.get(i, i), k] for i, k in owners]
+        return sources, [body.types[k] for k in handed_on]
+
+    def _is_stacked(self, row: int) -> bool:
+        """Whether all that an object holds has an axis, so that each iteration sees another object."""
+        return all(map(_is_axis, self.labels.may_have(row)))
+
+    def _is_count(self, row: int) -> bool:
+        """Whether a row is the count of a random stream that the body was given."""
+        return row in self.layout.variables and issubclass(self.layout.rows[row].type, RngCount)
 
     def _run(self, body: Body, leaves: list[Any], sources: list[int]) -> tuple[list[Any], Outcome]:
         """The loop; ``sources`` are the positions of the leaves that it carries."""
@@ -230,12 +297,12 @@ class _Scan(NamedTuple):
 
         xs = [jax.tree.map(lambda x, a=self.leaf_labels[k]: _moved(x, a, 0), leaves[k]) for k in sliced]
         length = None if export.is_symbolic_dim(self.size) else self.size  # JAX wants a number
-        last, ys = self.scanned.loop(step, [leaves[k] for k in sources], xs, length=length)
+        last, ys = self.loop(step, [leaves[k] for k in sources], xs, length=length)
         found = dict(zip(handed_on, last, strict=True))
         for k, y in zip(stacked, ys, strict=True):
             found[k] = jax.tree.map(lambda x, a=body.labels[k]: _moved(x, 0, a), y)
         returned = [found[k] for k in range(len(body.owners))]
-        placed = place_stacks(body.delta, returned, len(self.layout.rows), self.scanned.axis_name)
+        placed = place_stacks(body.delta, returned, len(self.layout.rows), self.axis_name)
         return list(placed), Outcome(body.delta)
 
 
@@ -243,39 +310,6 @@ def _moved(x: Any, source: int, destination: int) -> Any:
     if source == destination:  # no operation, which would be blamed for NaNs
         return x
     return jnp.moveaxis(x, source, destination)
-
-
-def _check_changes(
-    layout: Layout, labels: Labels, body: Body, replaced: Mapping[int, int], out_place: tuple | None
-) -> None:
-    """Refuse changes that a loop cannot make in each iteration, and values that have no place to go.
-
-    What has an axis is another object in each iteration, so its structure may change. What is carried or passed whole
-    is the same object in all of them, and the body is traced only once, on its structure before the loop.
-    """
-    changes = body_checks.structural_changes(layout, body, replaced)
-    refused = [x for x in changes if not x.added and not _is_stacked(labels, x.row)]
-    body_checks.refuse_structural(refused, "body of scan")
-    kept = {*range(ROOT, len(layout.rows)), *replaced}.difference(change.row for change in changes)
-    problems, whole = [], []
-    for owner, label, path, type_ in zip(body.owners, body.labels, body.leaf_paths, body.types, strict=True):
-        what = place_of(path)
-        if label is Carry and owner[0] == ROOT and not _is_below(path[1:], out_place):
-            problems.append(f"{what}: a value of its own in each iteration, but Carry needs one to start from")
-        elif label is Carry and owner[0] not in kept:
-            problems.append(f"{what}: attached inside, but Carry needs a value to start from")
-        elif not (_is_axis(label) or label is Carry or _is_count(layout, owner[0])):
-            is_variable = owner[0] in layout.variables
-            whole.append(layout.rows[owner[0]].type.__name__ if is_variable else f"nnx.PathContains({path[-1]!r})")
-            problems.append(f"{what}: every iteration would leave a value, and None keeps none of them")
-        elif isinstance(label, int):
-            axes = 1 + min((x.ndim for x in jtu.tree_leaves(type_)), default=abs(label))
-            if not -axes <= label < axes:
-                problems.append(f"{what}: stacked it has {axes} axes, so there is no axis {label}")
-    if problems:
-        head = "The body of scan changes values in a way that their axes do not allow:"
-        carried = ", ".join(f"{which}: nnx.Carry" for which in dict.fromkeys(whole))
-        raise PrefixError(listed(head, problems, _PLACES.format(carried=carried) if whole else _ATTACH))
 
 
 _PLACES = "Give it an axis (0 stacks the values), or carry it: nnx.StateAxes({{{carried}, ...: None}})."
@@ -290,26 +324,6 @@ def _is_below(path: tuple, place: tuple | None) -> bool:
 def _handed_on(body: Body) -> list[int]:
     """Which leaves that come back go to the next iteration: carried ones, and the counts of streams passed whole."""
     return [k for k, label in enumerate(body.labels) if not _is_axis(label)]
-
-
-def _is_count(layout: Layout, row: int) -> bool:
-    """Whether a row is the count of a random stream that the body was given."""
-    return row in layout.variables and issubclass(layout.rows[row].type, RngCount)
-
-
-def _recurring(
-    layout: Layout, body: Body, place: tuple | None, replaced: Mapping[int, int]
-) -> tuple[list[int], list[Any]]:
-    """For each leaf that goes to the next iteration, its position among the leaves of the arguments, and its type.
-
-    ``place`` is where the argument is that is carried as a whole; arrays in it that are in no object are returned.
-    """
-    handed_on, positions, paths = _handed_on(body), layout.owner_positions, layout.leaf_paths
-    first_plain = positions.get((ROOT, 0), len(paths))
-    plain = iter([k for k in range(first_plain, len(paths)) if _is_below(paths[k], place)])
-    owners = [body.owners[k] for k in handed_on]
-    sources = [next(plain) if i == ROOT else positions[replaced.get(i, i), k] for i, k in owners]
-    return sources, [body.types[k] for k in handed_on]
 
 
 def _places_of_carry(in_axes: Any, out_axes: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
@@ -361,30 +375,6 @@ def _check_values(out: Any, out_axes: Any) -> None:
         )
 
 
-def _replaced(layout: Layout, labels: Labels, place: tuple | None, body: Body, out_place: tuple) -> dict[int, int]:
-    """The :func:`successors` of the objects that a body was given.
-
-    ``place`` is where the argument is that is carried as a whole, in packed ``Arguments``; None if there is none.
-    ``out_place`` is where the carry is in the output.
-
-    Raises:
-      BodyError: if the carry comes out with another structure.
-    """
-    given = _NO_CARRY if place is None else part_of(layout.root, (0, place[1]))
-    returned = _NO_CARRY if place is None else part_of(body.delta.root, out_place)
-    kept = [spec for path, spec in children(layout.root) if not _is_below(path, place)]
-    pairs = [*zip(kept, kept, strict=True), (given, returned)]
-    replaced = body_checks.successors(layout, body, pairs, functools.partial(_is_stacked, labels))
-    if replaced is None:
-        first = tuple([path[1:] for path in returned.paths if path[:1] == (0,)])
-        if out_place == () and given.paths and given != returned and first == given.paths:
-            raise BodyError(_CARRY_ALONE)
-        body_checks.check_same_output(layout, given, returned, _OTHER_CARRY, body_checks.RETURN_ALIKE, "carry")
-    replaced = replaced or {}
-    body_checks.refuse_written(layout, body, replaced, "body of scan")
-    return replaced
-
-
 _NO_CARRY = Tree(jtu.tree_structure(()), (), ())
 
 
@@ -396,11 +386,6 @@ for (carry, y), pass out_axes=(nnx.Carry, 0)."""
 
 def _is_axis(label: Any) -> bool:
     return isinstance(label, int)
-
-
-def _is_stacked(labels: Labels, row: int) -> bool:
-    """Whether all that an object holds has an axis, so that each iteration sees another object."""
-    return all(map(_is_axis, labels.may_have(row)))
 
 
 def _refuse_explicit(layout: Layout, leaves: Sequence[Any], labels: Sequence[Any]) -> None:
