@@ -319,10 +319,9 @@ def _prepare(function: Callable, args: tuple, chosen: Sequence[int | DiffState])
     check_traceable(packed.layout, packed.leaves)
     diff = {i: filters.get(i, MISSING) for i in range(len(args)) if i not in nondiff}
     taken = {i: f for i, f in diff.items() if f is MISSING or not isinstance(to_predicate(f), Nothing)}
-    lane_of = differentiated(packed, args, taken, INEXACT)
-    positions = [k for k in Tangents.of_lanes(packed.layout, lane_of).positions if is_inexact(packed.leaves[k])]
+    positions = differentiated(packed, args, taken, INEXACT).positions
+    tangents = Tangents(packed.layout, tuple([k for k in positions if is_inexact(packed.leaves[k])]))
     shapes = tuple(map(type_of, packed.leaves))
-    tangents = Tangents(packed.layout, tuple(positions))
     return _Call(function, tangents, tuple(diff), tuple(nondiff), shapes), packed
 
 

@@ -1,7 +1,7 @@
 """``grad`` and ``value_and_grad``: differentiate a function of Modules with respect to chosen leaves.
 
-There are two lanes, the leaves that are differentiated and the rest (tangents.py), and JAX differentiates a function of
-two lists. What the function did to its arguments is its aux. The gradients, a list, become a State for each Module.
+JAX differentiates a function of the chosen leaves (tangents.py), to which the others are constants. What the function
+did to its arguments is its aux. The gradients, a list, become a State for each Module.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from ..core.tracing import with_room
 from .callables import as_pair, by_position, resolve
 from .checkify import note_nan
 from .classes import lifts_classes
-from .labels import join_lanes, split_lanes
 from .leaf_checks import note_abstract
 from .lift import Arguments, Outcome, cross
 from .naming import named
 from .prefixes import refuse_nodes
 from .signatures import as_operator, as_value_and_grad
-from .tangents import PARAMS, Argnums, Tangents, by_argument, check_differentiable, choices, differentiated, is_single
+from .tangents import PARAMS, Argnums, by_argument, check_differentiable, choices, differentiated, is_single
 
 
 @as_operator
@@ -101,19 +100,17 @@ def value_and_grad(
         arguments = with_carrier(Arguments(args, {**bound_kwargs, **kwargs}))
         packed = pack_live(arguments)
         filters = by_argument(chosen, len(args) - len(bound), len(bound))
-        lane_of = differentiated(packed, args, filters, PARAMS)
-        check_differentiable(packed, lane_of, holomorphic, allow_int)
-
-        def pure(inputs: list[Any], rest: list[Any]) -> tuple[Any, tuple[list[Any], Outcome]]:
-            leaves = join_lanes((inputs, rest), lane_of)
-            aux_of = lambda out: split_aux(out)[1] if has_aux else None
-            out, after = cross(function, packed.layout, leaves, part=aux_of)
-            return unwrapped(out[0] if has_aux else out), (after.leaves, Outcome(after.delta))
+        tangents = differentiated(packed, args, filters, PARAMS)
+        check_differentiable(packed, tangents, holomorphic, allow_int)
 
         def differentiate(leaves: list[Any]) -> tuple[Any, Any]:
-            pure_loss = named(pure, function, packed.layout.leaf_paths, lane_of)
-            transformed = jax.value_and_grad(pure_loss, has_aux=True, **options)
-            return with_room(transformed, *split_lanes(leaves, lane_of, 2))
+            def pure(inputs: list[Any]) -> tuple[Any, tuple[list[Any], Outcome]]:
+                aux_of = lambda out: split_aux(out)[1] if has_aux else None
+                out, after = cross(function, packed.layout, tangents.put(leaves, inputs), part=aux_of)
+                return unwrapped(out[0] if has_aux else out), (after.leaves, Outcome(after.delta))
+
+            pure = named(pure, function, tangents.take(packed.layout.leaf_paths), ())
+            return with_room(jax.value_and_grad(pure, has_aux=True, **options), tangents.take(leaves))
 
         try:
             (value, (leaves, outcome)), grads = differentiate(packed.leaves)
@@ -125,7 +122,6 @@ def value_and_grad(
                 error.add_note("If the function returns (loss, aux), pass has_aux=True.")
             note_abstract(error, packed.layout, packed.leaves)
             raise
-        tangents = Tangents.of_lanes(packed.layout, lane_of)
         found = tangents.fold_arguments(tangents.as_variables(grads), filters)
         result = found[0] if is_single(argnums) else tuple(found)
         aux = commit(packed.layout, outcome.delta, leaves, packed.objects)  # last, after everything that may fail

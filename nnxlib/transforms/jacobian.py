@@ -109,7 +109,7 @@ def _jacobian(transform: Callable, f: Callable, argnums: Argnums, has_aux: bool,
         args, kwargs = by_position(f, args, kwargs)
         call = Derivation(f, args, has_aux, kwargs)
         numbers = call.choose(chosen, PARAMS)
-        check_differentiable(call.packed, call.lane_of, options["holomorphic"], options.get("allow_int"))
+        check_differentiable(call.packed, call.tangents, options["holomorphic"], options.get("allow_int"))
 
         def pure(leaves: list[Any]) -> Any:
             out, rest = call.pure(leaves)

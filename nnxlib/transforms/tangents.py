@@ -34,8 +34,7 @@ from .leaf_checks import is_traceable, type_of
 from .lift import part_of
 from .prefixes import PrefixMapping
 
-_LANES = ("differentiated", "rest")
-_DIFFERENTIATED, _REST = _LANES
+_DIFFERENTIATED, _REST = "differentiated", "rest"  # labels
 
 
 class DiffState(NamedTuple):
@@ -107,10 +106,8 @@ PARAMS = PrefixMapping({Param: _DIFFERENTIATED, ...: _REST})
 INEXACT = PrefixMapping([(lambda path, leaf: is_inexact(leaf), _DIFFERENTIATED), (..., _REST)])
 
 
-def differentiated(
-    packed: Packed, args: tuple, filters: Mapping[int, Filter], default: PrefixMapping
-) -> tuple[int, ...]:
-    """The lane of each leaf of packed ``Arguments``: 0 for those that are differentiated, 1 for the rest.
+def differentiated(packed: Packed, args: tuple, filters: Mapping[int, Filter], default: PrefixMapping) -> Tangents:
+    """The leaves of packed ``Arguments`` that are differentiated.
 
     Without a filter, those of a Module are chosen by ``default``; of other arguments, all leaves are differentiated.
 
@@ -123,15 +120,15 @@ def differentiated(
             entries.append(_entry(x, filters[i], default) if i in filters else _REST)
     entries += [_REST] * (len(children(packed.layout.root)) - len(entries))
     _, labels = label_arguments(packed, entries)
-    lane_of = tuple(map(_LANES.index, labels))
-    taken = {path[1] for path, lane in zip(packed.layout.leaf_paths, lane_of, strict=True) if lane == 0}
+    tangents = Tangents(packed.layout, tuple([k for k, label in enumerate(labels) if label == _DIFFERENTIATED]))
+    taken = {path[1] for path in tangents.take(packed.layout.leaf_paths)}
     for i, filter_ in filters.items():
         if filter_ is not MISSING and i not in taken:
             raise PrefixError(
                 f"DiffState({i}, {shown(filter_)}) selects no leaf of argument {i}, so there is nothing to "
                 "differentiate."
             )
-    return lane_of
+    return tangents
 
 
 def _entry(x: Any, filter_: Filter, default: PrefixMapping) -> Any:
@@ -157,7 +154,7 @@ def _dtype(leaf: Any) -> Any:
         return None
 
 
-def check_differentiable(packed: Packed, lane_of: tuple[int, ...], holomorphic: bool, allow_int: bool | None) -> None:
+def check_differentiable(packed: Packed, tangents: Tangents, holomorphic: bool, allow_int: bool | None) -> None:
     """Check that what is to be differentiated is of floating type, or of complex type if ``holomorphic``.
 
     The user may allow integers; ``allow_int`` is None if the transform has no such option.
@@ -168,8 +165,8 @@ def check_differentiable(packed: Packed, lane_of: tuple[int, ...], holomorphic: 
     kind = jnp.complexfloating if holomorphic else jnp.inexact
     needed = ", and holomorphic=True is for complex numbers" if holomorphic else ""
     advice = "" if holomorphic or allow_int is None else ", or pass allow_int=True"
-    leaves = zip(packed.layout.leaf_paths, packed.leaves, lane_of, strict=True)
-    for path, leaf in [(path, x) for path, value, lane in leaves if lane == 0 for x in jtu.tree_leaves(value)]:
+    leaves = zip(tangents.take(packed.layout.leaf_paths), tangents.take(packed.leaves), strict=True)
+    for path, leaf in [(path, x) for path, value in leaves for x in jtu.tree_leaves(value)]:
         dtype = _dtype(leaf)
         if dtype is not None and not allow_int and not jnp.issubdtype(dtype, kind):
             raise ArgumentError(
@@ -197,11 +194,6 @@ class Tangents(NamedTuple):
     positions: tuple[int, ...]
 
     @classmethod
-    def of_lanes(cls, layout: Layout, lane_of: Sequence[int]) -> Tangents:
-        """Those of the leaves in lane 0, see :func:`differentiated`."""
-        return cls(layout, tuple([k for k, lane in enumerate(lane_of) if lane == 0]))
-
-    @classmethod
     def of_leaves(cls, layout: Layout, leaves: Sequence[Any]) -> Tangents:
         """Those of all leaves of floating or complex type, and of all arrays that are in no object.
 
@@ -214,6 +206,13 @@ class Tangents(NamedTuple):
     def take(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves that have a tangent, or the tangents in a list that has something for each leaf."""
         return [leaves[k] for k in self.positions]
+
+    def put(self, leaves: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """The inverse: all leaves, with these values for those that have a tangent."""
+        found = list(leaves)
+        for k, value in zip(self.positions, values, strict=True):
+            found[k] = value
+        return found
 
     def fold(self, values: Sequence[Any]) -> Any:
         """The pytree with the values in it, and a State in place of each node.

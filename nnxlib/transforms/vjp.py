@@ -21,7 +21,6 @@ from ..core.recordings import give_on, with_carrier
 from ..core.tracing import boundary
 from .callables import resolve
 from .grad import split_aux
-from .labels import join_lanes, split_lanes
 from .leaf_checks import check_traceable, note_abstract, type_of
 from .lift import Arguments, Outcome, cross
 from .prefixes import PrefixMapping
@@ -49,19 +48,19 @@ class Derivation:
             for path, x in zip(layout.leaf_paths, leaves, strict=True)
         ]
         check_traceable(layout, taken)  # other arguments may be anything, as in a closure
-        self.choose_lanes(differentiated(self.packed, self.args, filters, default))
+        self.tangents = differentiated(self.packed, self.args, filters, default)
         return tuple(filters)
 
-    def choose_lanes(self, lane_of: tuple[int, ...]) -> None:
-        self.lane_of = lane_of
-        self.tangents = Tangents.of_lanes(self.packed.layout, lane_of)
-        self.leaves, self._rest = split_lanes(self.packed.leaves, lane_of, 2)
+    @property
+    def leaves(self) -> list[Any]:
+        """Those that are differentiated."""
+        return self.tangents.take(self.packed.leaves)
 
     def pure(self, leaves: list[Any]) -> tuple[list[Any], tuple[list[Any], Outcome, Tangents]]:
         """From leaves to those leaves of the output that have a tangent; and, as aux, to all that comes back."""
-        joined = join_lanes((leaves, self._rest), self.lane_of)
+        all_leaves = self.tangents.put(self.packed.leaves, leaves)
         try:
-            (primal, _), after = cross(self._run, self.packed.layout, joined, part=operator.itemgetter(1))
+            (primal, _), after = cross(self._run, self.packed.layout, all_leaves, part=operator.itemgetter(1))
         except TypeError as error:
             note_abstract(error, self.packed.layout, self.packed.leaves)
             raise
@@ -175,8 +174,8 @@ def jvp(
     _check_count(primals, tangents)
     numbers = call.choose(range(len(primals)))
     found = call.tangents.unfold(call.tangents.arguments(numbers, tangents), call.packed.leaves, "tangent")
-    call.choose_lanes(tuple([int(k not in found) for k in range(len(call.packed.leaves))]))
-    given = [found[k] for k in call.tangents.positions]
+    call.tangents = Tangents(call.packed.layout, tuple(found))
+    given = [*found.values()]
     _, along, (leaves, outcome, outputs) = jax.jvp(call.pure, (call.leaves,), (given,), has_aux=True)
     tangent = outputs.fold(outputs.as_variables(along))[OUTPUT]
     out, aux = call.finish(leaves, outcome)  # last, after everything that may fail
