@@ -587,6 +587,17 @@ def test_the_carry_may_hold_modules_which_keep_their_identity():
     np.testing.assert_allclose(total, sum(plain(x) for x in XS), rtol=1e-6)
 
 
+def test_the_carry_may_be_a_bound_method():
+    def grow(method):
+        method.__self__.w.value *= 2
+        return method
+
+    layer = nnx.Dict(w=nnx.Param(jnp.array(1.0)))
+    grown = nnx.scan(grow, in_axes=nnx.Carry, out_axes=nnx.Carry, length=3)(layer.set_attributes)
+    assert grown == layer.set_attributes
+    assert layer.w == 8
+
+
 def test_an_array_with_carry_by_filter_is_not_the_carry():
     """It cannot be changed in place, so each iteration sees it as it was."""
     axes = (nnx.StateAxes({...: nnx.Carry}), nnx.Carry, 0)
