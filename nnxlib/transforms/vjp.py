@@ -24,7 +24,7 @@ from .grad import split_aux
 from .leaf_checks import check_traceable, note_abstract, type_of
 from .lift import Arguments, Outcome, cross
 from .prefixes import PrefixMapping
-from .tangents import INEXACT, Argnums, DiffState, Tangents, by_argument, choices, differentiated, is_inexact
+from .tangents import INEXACT, Argnums, Tangents, by_argument, choices, differentiated, is_inexact
 
 
 class Derivation:
@@ -39,9 +39,10 @@ class Derivation:
         self.arguments = with_carrier(Arguments(self.args, {**bound_kwargs, **(kwargs or {})}))
         self.packed: Packed = pack_live(self.arguments)
 
-    def choose(self, chosen: Sequence[int | DiffState], default: PrefixMapping = INEXACT) -> tuple[int, ...]:
-        """Fix what is differentiated; returns the positions of the chosen arguments."""
-        filters = by_argument(chosen, len(self.args) - self.shift, self.shift)
+    def choose(self, argnums: Argnums | None, default: PrefixMapping = INEXACT) -> tuple[int, ...]:
+        """Fix what is differentiated, all by default; returns the positions of the chosen arguments."""
+        count = len(self.args) - self.shift
+        filters = by_argument(range(count) if argnums is None else choices(argnums), count, self.shift)
         layout, leaves = self.packed.layout, self.packed.leaves
         taken = [
             x if path[0] == "args" and path[1] in filters else None
@@ -76,10 +77,6 @@ class Derivation:
         out = commit(self.packed.layout, outcome.delta, leaves, self.packed.objects)
         give_on(self.arguments)
         return (out[0], (out[1],)) if self.has_aux else (out, ())
-
-
-def _chosen(argnums: Argnums | None, count: int) -> Sequence[int | DiffState]:
-    return range(count) if argnums is None else choices(argnums)
 
 
 @boundary
@@ -119,7 +116,7 @@ def vjp(
     if not primals:
         return functools.wraps(f, updated=())(lambda *primals: vjp(f, *primals, **options))
     call = Derivation(f, primals, has_aux)
-    numbers = call.choose(_chosen(argnums, len(primals)))
+    numbers = call.choose(argnums)
     values, pull, rest = jax.vjp(call.pure, call.leaves, has_aux=True, reduce_axes=reduce_axes)
     leaves, outcome, outputs = rest
     out, aux = call.finish(leaves, outcome)
@@ -172,7 +169,7 @@ def jvp(
             )
     call = Derivation(f, primals, has_aux)
     _check_count(primals, tangents)
-    numbers = call.choose(range(len(primals)))
+    numbers = call.choose(None)
     found = call.tangents.unfold(call.tangents.arguments(numbers, tangents), call.packed.leaves, "tangent")
     call.tangents = Tangents(call.packed.layout, tuple(found))
     given = [*found.values()]
@@ -208,7 +205,7 @@ def linearize(f: Callable, *primals: Any, has_aux: bool = False, argnums: Argnum
     [[3.0, 3.0, 3.0]]
     """
     call = Derivation(f, primals, has_aux)
-    numbers = call.choose(_chosen(argnums, len(primals)))
+    numbers = call.choose(argnums)
     _, push, (leaves, outcome, outputs) = jax.linearize(call.pure, call.leaves, has_aux=True)
     out, aux = call.finish(leaves, outcome)
     inputs, shapes = call.tangents, tuple(map(type_of, call.packed.leaves))
