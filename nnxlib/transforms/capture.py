@@ -13,9 +13,9 @@ import operator
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
-from ..core.call_paths import Collector
+from ..core.call_paths import Collector, Listener
 from ..core.calls import call_recording, current_listener
 from ..core.closures import Loans
 from ..core.errors import ArgumentError, EmptySelectionError, PathError, format_path, listed
@@ -101,6 +101,22 @@ def capture(
     def is_asked(owner: Node, name: str, variable: Variable) -> bool:
         return type(variable) in kinds
 
+    def take_recorded(inner: Arguments, module: Any, listener: Listener, collector: Collector, recorder: Any) -> Any:
+        """Call the function within a crossing; returns its output, and what was recorded, which is taken out."""
+        earlier = take_out(inner, is_asked)
+        with recorder or nullcontext():
+            attached, replaced = ([], []) if init is None else _attach(module, init)
+            collector.count = 0  # what is in `init` has not been recorded now
+            out = function(*inner.args, **inner.kwargs)
+            bring_back(listener)
+            recorded = _pop_recorded(module, kinds) if kinds else ()
+        take_out(inner, is_asked)  # of other Modules than this one
+        for owner, name in attached:
+            if name in recorded_in(owner):  # of a type that was not asked for
+                delattr(owner, name)
+        put_back(earlier + replaced)
+        return out, recorded
+
     @boundary
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         arguments = Arguments((*bound, *args), {**bound_kwargs, **kwargs})
@@ -111,29 +127,14 @@ def capture(
         loan = {i: packed.objects[i] for i in captured_rows(packed.layout)}
 
         def run(*args: Any, **kwargs: Any) -> tuple[Any, Sequence[State]]:
-            inner = Arguments(args, kwargs, arguments.captured)
-            module: Any = _first_module(inner)
-            listener: Any = current_listener()  # of this crossing
+            inner, listener = Arguments(args, kwargs, arguments.captured), cast(Listener, current_listener())
             live = zip(packed.objects, listener.objects, strict=True)
             collector.built.update((id(x), fresh) for x, fresh in live if fresh is not x)
-            follower = None if method_outputs is None else _Recorder(method_outputs, only, listener.path_of(module))
-
-            def call() -> tuple[Any, Sequence[State]]:
-                earlier = take_out(inner, is_asked)
-                with follower or nullcontext():
-                    attached, replaced = ([], []) if init is None else _attach(module, init)
-                    collector.count = 0  # what is in `init` has not been recorded now
-                    out = function(*args, **kwargs)
-                    bring_back(listener)
-                    recorded = _pop_recorded(module, kinds) if kinds else ()
-                take_out(inner, is_asked)  # of other Modules than this one
-                for owner, name in attached:
-                    if name in recorded_in(owner):  # of a type that was not asked for
-                        delattr(owner, name)
-                put_back(earlier + replaced)
-                return out, recorded
-
-            return call_recording(listener, collector, follower, call)
+            module: Any = _first_module(inner)
+            recorder = None if method_outputs is None else _Recorder(method_outputs, only, listener.path_of(module))
+            return call_recording(
+                listener, collector, recorder, take_recorded, inner, module, listener, collector, recorder
+            )
 
         with Loans.lock if loan else nullcontext():  # waits until no other thread borrows
             (_, recorded), after = cross(run, packed.layout, packed.leaves, part=operator.itemgetter(0), loan=loan)
