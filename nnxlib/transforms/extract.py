@@ -31,7 +31,7 @@ from .prefixes import broadcast_prefix
 KeyPath = tuple[Hashable, ...]
 
 
-@jtu.register_pytree_with_keys_class
+@functools.partial(jtu.register_dataclass, data_fields=["_graphdef", "states"], meta_fields=["metadata"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class NodeStates:
     """What replaces an object in a tree: its GraphDef, its States, and static metadata.
@@ -91,17 +91,6 @@ class NodeStates:
     def replace(self, **updates: Any) -> NodeStates:
         """Return a copy with other ``states`` or ``metadata``."""
         return dataclasses.replace(self, **updates)
-
-    def tree_flatten_with_keys(self) -> tuple[tuple, Any]:
-        """Return the children with their keys, and the static metadata: the protocol of JAX."""
-        keyed = (jtu.GetAttrKey("_graphdef"), self._graphdef), (jtu.GetAttrKey("states"), self.states)
-        return keyed, self.metadata
-
-    @classmethod
-    def tree_unflatten(cls, metadata: Any, children: Sequence[Any]) -> NodeStates:
-        """Make one from its children: the protocol of JAX."""
-        graphdef, states = children
-        return cls(graphdef, states, metadata)
 
 
 def default_split_fn(ctx: SplitContext, path: KeyPath, prefix: Any, leaf: Any) -> NodeStates:
