@@ -260,3 +260,10 @@ def test_arguments_beside_the_function_are_told_where_they_go(name):
     """As in jax.lax.scan(f, init, xs)."""
     with pytest.raises(errors.ArgumentError, match=rf"nnx.{name}\(\w+\) returns a function, .*options, by name: \w+, "):
         getattr(nnx, name)(lambda layer, x: layer(x), Layer(), X)
+
+
+def test_options_that_cannot_be_compared_make_another_class_each_time():
+    names = {"weights": jnp.ones(2)}
+    made = [nnx.vmap(Layer, methods="__call__", in_axes=(None, 0), transform_metadata=names) for _ in range(2)]
+    assert made[0] is not made[1]
+    assert all(issubclass(cls, Layer) for cls in made)

@@ -1,5 +1,6 @@
 """nnx.custom_vjp and nnx.custom_jvp: rules that see Modules and States, state that changes, errors."""
 
+import copy
 import functools
 import inspect
 
@@ -770,3 +771,10 @@ def test_a_rule_that_passes_its_gradients_on_is_told_that_they_are_of_floating_l
     with pytest.raises(ValueError, match="tree structure") as caught:
         nnx.grad(f)(nnx.Dict(x=nnx.Param(A), count=nnx.BatchStat(jnp.array(0))))
     assert any("only floating leaves" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("wrap", [nnx.custom_vjp, nnx.custom_jvp, nnx.jit])
+def test_a_copy_is_the_function_itself_as_of_any_function(wrap):
+    f = wrap(product)
+    assert copy.copy(f) is f
+    assert copy.deepcopy(f) is f

@@ -448,3 +448,20 @@ def test_a_class_without_a_constructor_is_made_without_streams():
     model = nnx.functional(Identity)
     assert model.init(jax.random.key(0)) == {}
     assert model.apply({}, 3) == 3
+
+
+def test_a_variable_that_a_call_puts_into_a_dict_may_be_passed_to_the_next_call():
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.parts = nnx.Dict(w=nnx.Param(jnp.ones(2)))
+
+        def __call__(self, x):
+            if "seen" not in self.parts:
+                self.parts["seen"] = nnx.Cache(jnp.zeros(2))
+            self.parts["seen"].value += x
+            return x
+
+    model = nnx.functional(Counting)
+    _, updates = model.apply(model.init(), 1.0, mutable="cache")
+    _, updates = model.apply({**model.init(), **updates}, 1.0, mutable="cache")
+    assert updates["cache"]["parts"]["seen"].tolist() == [2.0, 2.0]

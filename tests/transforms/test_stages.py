@@ -200,3 +200,9 @@ def test_a_stage_takes_all_leaves_also_if_some_are_donated():
     plain, donating = (nnx.jit(read_one, donate_argnums=d).lower(Two(), 2.0).args_info for d in ((), 0))
     assert [x.shape for x in jax.tree.leaves(plain)] == [x.shape for x in jax.tree.leaves(donating)] == [(2,), (3,), ()]
     assert [x.donated for x in jax.tree.leaves(donating)] == [True, False, False]
+
+
+def test_a_stage_of_a_partial_that_has_bound_an_array_takes_it_too():
+    lowered = nnx.jit(functools.partial(lambda a, x: a + x, jnp.ones(3))).lower(jnp.ones(3))
+    assert lowered.in_tree.num_leaves == 2
+    assert lowered.compile()(jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
