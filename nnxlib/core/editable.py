@@ -23,6 +23,7 @@ import numpy as np
 from .annotations import NamedTuple
 from .errors import StaticValueError
 from .identity import Identified
+from .stamps import Stamp
 from .static import ATOMS, MUTABLE_CONTAINERS, RULES, Const, has_hash, state_of
 
 _Reader = Callable[[Any], list[Any]]  # of what a container holds
@@ -39,14 +40,14 @@ class Editable:
 
     def is_unchanged(self) -> bool:
         """Whether the value equals what it was, as a static value."""
-        if self._held is not None and all(_are_same(x.read(x.container), x.items) for x in self._held):
+        if _is_held_still(self._held):
             return True
-        held = _held_in(self.value)  # before it is compared: another thread may edit it in between
+        held = _held_in(self.value)
         try:
             same = Const.of(self.value) == self._const
         except StaticValueError:  # the walk will say where
             return False
-        self._held = held if same else None
+        self._held = held if same and _is_held_still(held) else None  # another thread may have edited it in between
         return same
 
 
@@ -55,12 +56,31 @@ def have_changed(values: Iterable[Editable]) -> bool:
     return not all(x.is_unchanged() for x in values)
 
 
+class Guard:
+    """In place of a stamp, for a description with editable values: valid while the stamp is, and they are unchanged."""
+
+    __slots__ = ("_editable", "_stamp")
+
+    def __init__(self, stamp: Stamp, editable: Sequence[Editable]):
+        self._stamp, self._editable = stamp, editable
+
+    @property
+    def valid(self) -> int:
+        """As of a stamp."""
+        return False if have_changed(self._editable) else self._stamp.valid
+
+
 class _Held(NamedTuple):
     """What a container holds."""
 
     container: Any
     read: _Reader
     items: list[Any]
+
+
+def _is_held_still(held: list[_Held] | None) -> bool:
+    """Whether all containers hold the very same objects; False if it is not known what they held."""
+    return held is not None and all(_are_same(x.read(x.container), x.items) for x in held)
 
 
 def _are_same(a: list[Any], b: list[Any]) -> bool:

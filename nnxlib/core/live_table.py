@@ -18,7 +18,7 @@ import weakref
 from typing import Any
 
 from .cells import Cell
-from .editable import Editable
+from .editable import Editable, Guard
 from .foreign import Flattened
 from .layout import Layout
 from .objects import HasAttributes, attributes_of
@@ -35,13 +35,14 @@ class LiveTable:
     """The table of one live object, the *root*: its layout, and where its leaves are."""
 
     __slots__ = (
-        "array_rows", "arrays", "cells", "index", "layout", "mutable", "next_check", "objects", "serial",
+        "array_rows", "arrays", "cells", "guard", "index", "layout", "mutable", "next_check", "objects", "serial",
         "sharing", "shortcuts", "snapshot", "stamp", "until_check", "variant", "variants",
     )  # fmt: skip
 
     layout: Layout
     stamp: Stamp  # invalid once an object that the table describes has changed its structure
     mutable: list[Editable]  # the static values that can be changed in place
+    guard: Stamp | Guard  # the stamp, or one that also looks at these
     objects: list[Any]  # by row; None in place of the root
     index: dict[int, int]  # id of an object -> its row
     cells: list[Cell]  # of all Variables, in row order
@@ -59,6 +60,7 @@ class LiveTable:
 
     def __init__(self, layout: Layout, stamp: Stamp, objects: list[Any], index: dict[int, int], cells: list[Cell]):
         self.layout, self.stamp, self.index, self.cells = layout, stamp, index, cells
+        self.guard = stamp
         self.objects = [None, *objects[1:]]
         self.mutable, self.arrays, self.array_rows, self.snapshot = [], [], [], None
         self.next_check = self.until_check = 1 if at_top_level() or CHECK_ALWAYS else _USES_IN_A_TRACE

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from .cells import Cell
 from .data import is_node
+from .editable import have_changed
 from .layout import KEPT, Layout
 from .live_table import LiveTable, Variant, container_of
 from .making import NO_METADATA
@@ -38,6 +39,8 @@ Contents = dict[int, tuple[dict, tuple, list]]  # row of a node -> its marks, (i
 def patched(table: LiveTable, root: Any) -> bool:
     """Bring a table with an invalid stamp up to date; False if it has to be made anew."""
     with stamping:
+        if have_changed(table.mutable):
+            return False
         return bool(table.stamp.valid) or _patch(table, root)  # if it is valid, another thread was first
 
 

@@ -205,7 +205,7 @@ class _Freezer:
             return self.identity(value)
         return kind, self.hashable(value) if has_hash(value) else self.attributes(value)
 
-    def items(self, values: Any) -> Hashable:
+    def items(self, values: Any) -> tuple[Hashable, ...]:
         return tuple([(type(v), v) if type(v) in ATOMS else self.freeze(v) for v in values])
 
     def mutable_items(self, values: Any) -> Hashable:
@@ -223,7 +223,7 @@ class _Freezer:
 
     def mapping(self, values: Mapping) -> Hashable:
         self.mutable = True
-        return tuple([(self.freeze(k), self.freeze(v)) for k, v in values.items()])
+        return tuple(zip(self.items(values), self.items(values.values()), strict=False))
 
     def view(self, values: Mapping) -> Hashable:
         self.by_items.append(values)
@@ -231,7 +231,7 @@ class _Freezer:
 
     def set(self, values: Any) -> Hashable:
         self.mutable = self.mutable or not isinstance(values, frozenset)
-        return frozenset(map(self.freeze, values))
+        return frozenset(self.items(values))
 
     def array(self, value: np.ndarray) -> Hashable:
         self.mutable = True

@@ -2,11 +2,10 @@
 
 live_table.py says what a table holds. :func:`table_of` returns one that describes an object as it is now:
 
-1. The table that the object keeps, if both hold: ``table.stamp.valid`` is true, so no object that the table describes
-   has changed its structure (stamps.py); and static values that can be changed in place, such as a mutable
-   configuration object, equal the copies made of them. (Each is compared once per call, however many Modules refer to
-   it.)
-2. If only the stamp is invalid, the same table, patched, if the change was small (patching.py).
+1. The table that the object keeps, if ``table.guard.valid`` is true. Then no object that the table describes has
+   changed its structure (stamps.py); and static values that can be changed in place, such as a mutable configuration
+   object, are what they were (editable.py). (Each is compared once per call, however many Modules refer to it.)
+2. If only an object has changed, the same table, patched, if the change was small (patching.py).
 3. Otherwise a new one, made by a walk. But an object that a transform has built, or a part of it, needs no walk at
    first: its layout follows from that of the whole, if all below is as it was built (:func:`_built`).
 
@@ -29,7 +28,7 @@ from . import errors
 from .calls import built_here
 from .cells import Cell
 from .data import is_node
-from .editable import have_changed
+from .editable import Guard, have_changed
 from .foreign import Flattened
 from .graph import build, pack
 from .graphdef import differences_listed
@@ -54,9 +53,7 @@ def table_of(root: Any) -> LiveTable:
         table = _built(root)
     if type(table) is PendingTable:
         return _complete(root, table)
-    if table is None or (table.mutable and have_changed(table.mutable)):
-        return _make(root)
-    if not (table.stamp.valid or patched(table, root)):
+    if table is None or not (table.guard.valid or patched(table, root)):
         return _make(root)
     table.until_check -= 1
     return table if table.until_check > 0 else _checked(table, root)
@@ -115,7 +112,9 @@ def _make(root: Any) -> LiveTable:
         rows = walk.all_rows()
         layout = Layout(rows, spec)
         table = LiveTable(layout, stamp, walk.objects, walk.index, [walk.cells[i] for i in layout.variables])
-        table.mutable = list(walk.mutable.values())
+        if walk.mutable:
+            table.mutable = list(walk.mutable.values())
+            table.guard = Guard(stamp, table.mutable)
         _find_arrays(table, walk, rows, root)
         walk.foreign.watch(stamp)
     table.snapshot = None if walk.reliable else walk.leaves()

@@ -8,7 +8,7 @@ Calls with equal *keys* have the same plan; a key has the signature of the call 
 - For the very objects of an earlier call not even this key is needed. A :class:`Shortcut` has the entry, and the table
   of each of these objects has a :class:`Part` of the shortcut: the cells themselves. The first object has it under a
   :class:`CallSite`, which stands for the signature, and the others under the shortcut. (Compilers call this an inline
-  cache; ``stamp.valid`` is its guard.) Shortcuts are only for calls that change nothing but values of Variables, and
+  cache; ``table.guard`` is its guard.) Shortcuts are only for calls that change nothing but values of Variables, and
   only if no pytree in an attribute holds arrays. Calls without objects need no guard but the types of the leaves.
 
 A call that has no entry either is packed (jit.py), and an entry is added; a call that uses an entry adds a shortcut.
@@ -105,7 +105,7 @@ class Dispatch:
                 first = site.first
                 root = leaves[first]
                 table = root._nnx_table
-                if table.until_check < 2 or not (table.stamp.valid or patched(table, root)):
+                if table.until_check < 2 or not (table.guard.valid or patched(table, root)):
                     raise LookupError
                 part = table.shortcuts[site]
                 shortcut, outputs = part.shortcut, part.outputs
@@ -121,7 +121,7 @@ class Dispatch:
                     for index in others:
                         root = leaves[index]
                         table = root._nnx_table
-                        if table.until_check < 2 or not (table.stamp.valid or patched(table, root)):
+                        if table.until_check < 2 or not (table.guard.valid or patched(table, root)):
                             raise LookupError
                         part = table.shortcuts[shortcut]
                         if part.index != index or type(root) is not part.kind:
@@ -389,7 +389,7 @@ class CacheEntry:
 def _only_writes_cells(outcome: Outcome, writes: _Writes, tables: Tables) -> bool:
     """Whether a call can have a shortcut: it has no pytree to flatten, and changes only Variables."""
     for table in tables:
-        if type(table) is VariableGroup or table.mutable or any(tree is not None for *_, tree in table.arrays):
+        if type(table) is VariableGroup or any(tree is not None for *_, tree in table.arrays):
             return False
     return len({*tables}) == len(tables) and (writes.output is not None or not outcome.delta.rows)
 

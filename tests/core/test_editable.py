@@ -196,3 +196,41 @@ def test_a_model_with_a_large_vocabulary(unchecked):
         model.words.add("another")
         assert call(model, 1.0) == size + 1
     assert counts[0] == counts[1] < 60
+
+
+def test_a_model_with_settings_that_can_be_edited_has_a_shortcut(unchecked):
+    """They are compared at each call, together with edits of attributes and of what several models share."""
+
+    class Model(nnx.Module):
+        def __init__(self, config):
+            self.config, self.scale, self.factor = config, nnx.Param(jnp.ones(())), 1
+
+        def __call__(self, x):
+            return self.scale * x * self.config.rate * self.factor * len(self.config.sizes)
+
+    config = Config([1, 2])
+    a, b, call = Model(config), Model(config), nnx.jit(lambda a, b, x: a(x) + 10 * b(x))
+    traces = []
+
+    def check(calls=4):
+        for _ in range(calls):
+            assert call(a, b, 1.0) == a(1.0) + 10 * b(1.0)
+        traces.append(call._cache_size())
+
+    check(9)
+    assert a._nnx_table.shortcuts
+    assert b._nnx_table.shortcuts
+    assert count_calls(lambda: call(a, b, 1.0)) < 60
+    for edit in (
+        lambda: config.sizes.append(3),
+        lambda: setattr(config, "rate", 0.25),
+        lambda: setattr(a, "factor", 2),
+        lambda: (setattr(b, "factor", 3), config.sizes.pop()),
+        lambda: (setattr(b, "factor", 1), setattr(config, "rate", 0.5)),
+        lambda: setattr(b, "config", Config([1])),
+        lambda: b.config.sizes.append(2),
+        lambda: setattr(a, "factor", 1),
+    ):
+        edit()
+        check()
+    assert traces[-1] == traces[-2]  # a structure that was known
