@@ -337,21 +337,30 @@ def _flatten(node: Any) -> tuple[Iterable[Any], NodeShape | Layout]:
     if known is None or known.stamp.valid != known.valid:
         known = _known_shape(node)
         if known is None:
-            return _flatten_shared(node)
+            keyed, shape = _flatten_shared(node)
+            return [child for _, child in keyed], shape
     shape = known.shape
     return shape.take(shape.open(node)), shape
 
 
 def _flatten_with_keys(node: Any) -> tuple[Iterable[tuple[Any, Any]], NodeShape | Layout]:
-    children, shape = _flatten(node)
-    keys = map(PathKey, shape.leaf_paths) if isinstance(shape, Layout) else shape.keys
-    return zip(keys, children), shape  # strict=True would take longer
+    if Watch.all:
+        notice(node)
+    known = node._nnx_tree
+    if known is None or known.stamp.valid != known.valid:
+        known = _known_shape(node)
+        if known is None:
+            return _flatten_shared(node)
+    shape = known.shape
+    return zip(shape.keys, shape.take(shape.open(node))), shape  # strict=True would take longer
 
 
-def _flatten_shared(node: Any) -> tuple[list[Any], Layout]:
+def _flatten_shared(node: Any) -> tuple[list[tuple[Any, Any]], Layout]:
     table = table_of(node)
+    layout = table.layout
     variables = [x for x in table.objects_with(node) if isinstance(x, Variable)]
-    return [*variables, *table.leaves()[len(variables) :]], table.layout
+    leaves = [*variables, *table.leaves()[len(variables) :]]
+    return [(PathKey(p), x) for p, x in zip(layout.leaf_paths, leaves, strict=True)], layout
 
 
 def _unflatten(shape: NodeShape | Layout, children: Iterable[Any]) -> Any:
