@@ -8,12 +8,14 @@ those who pass the whole tree.
 Two tables. The first compares libraries, for a step that touches few and one that touches none. The second is nnxlib
 alone, beside *exact* called alike: with the model in a dict, as a keyword, on a method, a bound method or a
 closure, with models taking turns, while other Modules are built and changed, with a Variable assigned, with a Variable
-or a layer replaced, with arrays in a tuple, with a Python attribute toggled in between, and from several threads.
+or a layer replaced, with arrays in a tuple or settings that can be edited in an attribute, with a Python attribute
+toggled in between, and from several threads.
 
     python -m benchmarks.few [--quick] [--results FOLDER]
 """
 
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -223,6 +225,11 @@ def kinds_of_call(variables: int) -> Mapping[str, tuple[Call, Call]]:
         jitted = nnxlib.jit(lambda model: few(model) + model.moments[0])
         return partial(jitted, model), Exact(partial(raw, model.moments))
 
+    def with_settings() -> tuple[Call, Call]:
+        model = model_of(variables)
+        model.settings = types.SimpleNamespace(rate=0.5, sizes=[1, 2])  # compared at each call
+        return partial(step, model), Exact()
+
     def toggled() -> tuple[Call, Call]:
         model = model_of(variables)
         model.flag, count = True, 0
@@ -264,6 +271,7 @@ def kinds_of_call(variables: int) -> Mapping[str, tuple[Call, Call]]:
         "a Variable replaced before": replaced(),
         "a layer replaced before": layer_replaced(),
         "arrays in a tuple beside": with_pytree(),
+        "settings that can be edited": with_settings(),
         "an attribute toggled each ten": toggled(),
         "from four threads": from_threads(),
         DELAYED: delayed(),
