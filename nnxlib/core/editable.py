@@ -1,10 +1,10 @@
 """Editable values: static values that can be changed in place, and how a change is found.
 
 A list of settings, a set of words or a configuration object is part of the program. It reports no change, so it is
-asked at each call whether it is what it was. To freeze it again and compare the keys (static.py) takes a microsecond
-for each item in it. So an :class:`Editable` notes which containers are in the value, and which objects each of them
-holds. As long as these are the very same, and can be changed in no other way, so is the value; that takes some ten
-nanoseconds for each. If they are not, or if that cannot be known, as for what is in a NumPy array, the value is frozen.
+asked at each call whether it is what it was. To freeze it again and compare the keys (static.py) takes long if there
+is much in it. So an :class:`Editable` notes which containers are in the value, and which objects each of them holds. As
+long as these are the very same, and can be changed in no other way, so is the value. If they are not, or if that cannot
+be known, as for what is in a NumPy array, the value is frozen.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from . import errors
 from .calls import built_here
 from .cells import Cell
 from .data import is_node
-from .editable import Guard, have_changed
+from .editable import Guard
 from .foreign import Flattened
 from .graph import build, pack
 from .graphdef import differences_listed
@@ -157,8 +157,7 @@ def _checked(table: LiveTable, root: Any) -> LiveTable:
     Raises:
       StaleLayoutError: if the object was changed in a way that its table has not noticed.
     """
-    stamp = table.stamp
-    edition = stamp.edition  # before the walk
+    edition = table.stamp.edition  # before the walk
     packed = pack(root)
     table.put_off_check()
     same = packed.layout is table.layout and all(map(operator.is_, packed.objects[1:], table.objects[1:]))
@@ -168,7 +167,7 @@ def _checked(table: LiveTable, root: Any) -> LiveTable:
         return _make(root)  # %autoreload has given an object the edited class
     changes = differences_listed(table.layout, packed.layout)
     time.sleep(_UNTIL_TOLD)
-    if stamp.valid != edition or have_changed(table.mutable):
+    if table.guard.valid != edition:
         return table_of(root)
     object.__setattr__(root, "_nnx_table", None)
     raise errors.StaleLayoutError(
