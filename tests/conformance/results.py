@@ -114,3 +114,10 @@ def same(script: Callable[[Any], Any], tolerance: Mapping[str, float] = MappingP
     ours = outcome(nnxlib, script)
     assert_alike(ours, outcome(flax.nnx, script), "result", tolerance)
     return ours
+
+
+def scales_are_learned() -> bool:
+    """Whether flax.nnx has Params for the scales of WeightNorm; 0.12.8 has arrays, which no gradient reaches."""
+    lib = flax.nnx
+    (scale,) = lib.WeightNorm(lib.Linear(3, 4, rngs=lib.Rngs(1)), rngs=lib.Rngs(0)).scales.values()
+    return isinstance(scale, lib.Param)
