@@ -320,8 +320,8 @@ class JitWrapped(Jitted, Generic[P, R]):
 
         def make(plan: Plan, packed: Packed, arguments: Arguments, token: object) -> Stage:
             def trace() -> tuple[Compiled, Any]:
-                compiled = plan.staged(packed.leaves)
-                return compiled, getattr(compiled.jitted, name)(*compiled.inputs_of(packed.leaves))
+                compiled, traced = plan.staged(packed.leaves)
+                return compiled, traced.lower() if name == "lower" else traced
 
             compiled, stage = call_lending(self._traces, packed.objects, trace)
             call = functools.partial(self._arguments, captures.known, token, left_out, named)

@@ -163,6 +163,7 @@ class Plan:
         self._all = [k for k in range(len(crossing.layout.leaf_paths)) if k not in crossing.literals]
         self.whole = self._jitted(self._all)
         self.compiled: Compiled | None = None
+        self._staged: Compiled | None = None
 
     def _jitted(
         self,
@@ -176,21 +177,24 @@ class Plan:
         options["donate_argnums"] = tuple([i for i, k in enumerate(inputs) if k in donated])
         return Compiled(self.crossing, self._function, inputs, donated, options, replay)
 
-    def _specialised(self, leaves: Sequence[Any], inputs: Sequence[int] | None = None) -> Compiled:
-        """Trace on all leaves, and compile for these inputs; by default, for those that any trace has read so far."""
+    def _specialised(self, leaves: Sequence[Any], inputs: Sequence[int] | None = None) -> tuple[Compiled, Any]:
+        """Trace on all leaves, and compile for these inputs; by default, for those that any trace has read so far.
+
+        Returns what was compiled, and JAX's stage of its trace.
+        """
         all_leaves = self.whole.inputs_of(leaves)
         traced = self.whole.jitted.trace(*all_leaves)
         if len(traced.jaxpr.in_avals) > len(jtu.tree_leaves(all_leaves)):
-            return self.whole  # it uses a tracer of an earlier trace: JAX raises an error in the call
+            return self.whole, traced  # it uses a tracer of an earlier trace: JAX raises an error in the call
         _, outcome = self.whole.unpacked(traced.out_info)
         donated = self._donated.intersection(self._donatable(outcome))
         if inputs is None:
             inputs = sorted({*outcome.read, *(self.compiled.inputs if self.compiled else ())})
         if len(inputs) == len(all_leaves) and not donated:
-            return self.whole
+            return self.whole, traced
         compiled = self._jitted(inputs, donated, self._replay(traced, leaves, inputs, outcome))
-        compiled.jitted.trace(*compiled.inputs_of(leaves))  # uses up `replay`, before another thread can see `compiled`
-        return compiled
+        # This trace uses up `replay`, before another thread can see `compiled`.
+        return compiled, compiled.jitted.trace(*compiled.inputs_of(leaves))
 
     def _replay(
         self, traced: Any, leaves: Sequence[Any], inputs: Sequence[int], outcome: Outcome
@@ -226,9 +230,13 @@ class Plan:
             *range(count - count_leaves(layout.root), count)
         ]
 
-    def staged(self, leaves: Sequence[Any]) -> Compiled:
-        """The function of all leaves, for ``lower`` and ``trace``."""
-        return self._specialised(leaves, self._all)
+    def staged(self, leaves: Sequence[Any]) -> tuple[Compiled, Any]:
+        """The function of all leaves, and JAX's stage of its trace, for ``lower`` and ``trace``."""
+        if self._staged is None:
+            self._staged, traced = self._specialised(leaves, self._all)
+            return self._staged, traced
+        compiled = self._staged
+        return compiled, compiled.jitted.trace(*compiled.inputs_of(leaves))
 
     def finish(self, packed: Packed, compiled: Compiled, returned: tuple[Any, ...]) -> Any:
         """Commit what a compiled function returned to the packed objects; returns the user's output."""
@@ -264,7 +272,8 @@ class Plan:
         compiled = self.whole if as_one_trace else self.compiled
         while True:
             if compiled is None:
-                compiled = self.compiled = self._specialised(packed.leaves)
+                compiled, _ = self._specialised(packed.leaves)
+                self.compiled = compiled
             try:
                 return compiled.call(
                     compiled.inputs_of(packed.leaves), functools.partial(self.finish, packed, compiled)

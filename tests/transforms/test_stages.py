@@ -206,3 +206,18 @@ def test_a_stage_of_a_partial_that_has_bound_an_array_takes_it_too():
     lowered = nnx.jit(functools.partial(lambda a, x: a + x, jnp.ones(3))).lower(jnp.ones(3))
     assert lowered.in_tree.num_leaves == 2
     assert lowered.compile()(jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("donated", [(), (0,)])
+def test_lowering_again_asks_jax_for_its_trace_once(donated):
+    """A stage made again costs the walk of the arguments, and what JAX's own stage costs, but no trace."""
+
+    f = counted(lambda model, x: model(x))
+    stepped, model = nnx.jit(f, donate_argnums=donated), Net()
+    raw = jax.jit(lambda *leaves: leaves, donate_argnums=donated)
+    leaves = [*jax.tree.leaves(nnx.state(model)), X]
+    for _ in range(2):
+        stepped.lower(model, X), raw.lower(*leaves)
+    stage, of_jax = (count_calls(call) for call in (lambda: stepped.lower(model, X), lambda: raw.lower(*leaves)))
+    assert f.count == 1
+    assert stage < of_jax + 650
