@@ -40,7 +40,6 @@ from .traversals import (
     nested,
     sorted_by_path,
     sorted_keys,
-    tuples_of_keys,
     with_ints,
 )
 from .variables import Variable, plain_value
@@ -422,7 +421,7 @@ def from_flat_state(flat_state: Flat, *, cls: type = State) -> Any:
     Raises:
       PathError: when a path is empty, is text, or is the beginning of another.
     """
-    mapping = nested(tuples_of_keys(_as_pairs(flat_state)))
+    mapping = nested(_as_pairs(flat_state))
     return cls._view(mapping) if issubclass(cls, State) else cls(mapping)
 
 

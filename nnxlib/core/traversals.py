@@ -154,7 +154,7 @@ def nested(items: Iterable[tuple[Path, Any]]) -> dict:
     """Make nested dicts out of ``(path, leaf)`` pairs; a leaf that is :data:`empty_node` becomes an empty level.
 
     Raises:
-      PathError: for an empty path, and for a path that is a leaf and also the beginning of another path.
+      PathError: for a path that is empty, is text, or is a leaf and also the beginning of another path.
     """
     root: dict = {}
     held: dict[int, Any] = {}  # the dicts that are leaves, by id: all others are levels
@@ -164,6 +164,9 @@ def nested(items: Iterable[tuple[Path, Any]]) -> dict:
             raise PathError("The path () is empty: a leaf needs a key, such as ('kernel',).")
         above = path if leaf is empty_node else path[:-1]
         if above != parent:  # sorted paths seldom change their level
+            if isinstance(path, str) and len(path) > 1:  # it would be taken for a path of its letters
+                keys = tuple(re.split("[./]", path))
+                raise PathError(f"A path is a tuple of keys, not text: write {(path,)} or {keys}.")
             parent, level = above, root
             for key in above:
                 below = level.get(key)
@@ -187,18 +190,6 @@ def nested(items: Iterable[tuple[Path, Any]]) -> dict:
             insert(level, key, leaf)
             kind = type(next(iter(level)))
     return root
-
-
-def tuples_of_keys(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    """The pairs as a user gives them: text would be taken for a path of its letters.
-
-    Raises:
-      PathError: for text of more than one letter in place of a path.
-    """
-    for path, leaf in items:
-        if isinstance(path, str) and len(path) > 1:
-            raise PathError(f"A path is a tuple of keys, not text: write {(path,)} or {tuple(re.split('[./]', path))}.")
-        yield path, leaf
 
 
 def _at(root: dict, path: Path) -> Any:
@@ -285,4 +276,4 @@ def unflatten_mapping(xs: Any, /, *, sep: str | None = None) -> dict[Any, Any]:
       PathError: when one path is the beginning of another, or is text and there is no ``sep``.
     """
     items = xs.items() if isinstance(xs, Mapping) else xs
-    return nested(tuples_of_keys(items) if sep is None else [(tuple(path.split(sep)), leaf) for path, leaf in items])
+    return nested(items if sep is None else [(tuple(path.split(sep)), leaf) for path, leaf in items])
