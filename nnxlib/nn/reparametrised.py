@@ -115,6 +115,13 @@ def _has_changed(wrapper: Any, path: Path, weight: Array) -> UsageError:
     )
 
 
+def _is_new(wrapper: Any, path: Path, what: str) -> UsageError:
+    return UsageError(
+        f"{type(wrapper).__name__} has no {what} for {format_path(path)}: {type(wrapper.layer_instance).__name__} did "
+        "not have this Param when it was wrapped. Wrap the layer again."
+    )
+
+
 @step("n_steps", "eager")
 def _spectral(weight: Array, u: Array, n_steps: int, epsilon: Any, eager: bool) -> tuple[Array, Array, Array]:
     """The weight divided by its largest singular value ``sigma``; and ``u`` and ``sigma``, for the next call."""
@@ -223,6 +230,9 @@ class SpectralNorm(_Reparametrised):
           x: passed on.
           update_stats: whether to store ``u`` and ``sigma``; overrides the attribute.
           **kwargs: passed on.
+
+        Raises:
+          ValueError: if the layer has got a weight that it did not have when it was wrapped.
         """
         update = not self.use_running_average if update_stats is None else update_stats
         return self._call_with(lambda copy: copy._normalised(update), (x,), kwargs)
@@ -240,6 +250,8 @@ class SpectralNorm(_Reparametrised):
                 if update_stats:
                     kept_u.set_value(convert(u, kept_u.dtype))
                     kept_sigma.set_value(convert(sigma, kept_sigma.dtype))
+            elif param.ndim >= 2:
+                raise _is_new(self, path, "singular value")
         return found
 
 
@@ -363,8 +375,5 @@ class WeightNorm(_Reparametrised):
         if not self.use_scale:
             return None
         if path not in self.scales:
-            raise UsageError(
-                f"WeightNorm has no scale for {format_path(path)}: {type(self.layer_instance).__name__} did not have "
-                "this Param when it was wrapped. Wrap the layer again."
-            )
+            raise _is_new(self, path, "scale")
         return self.scales[path].get_value()

@@ -401,12 +401,14 @@ def test_weights_that_do_not_fit():
         nnx.WeightNorm(linear(), feature_axes=(0, 1), variable_filter=nnx.PathContains("bias"), rngs=rngs())
 
 
-def test_a_weight_that_came_later():
-    """Has no scale yet: the error says to wrap the layer again."""
+@each_wrapper
+def test_a_weight_that_came_later(wrap):
+    """Has no scale or singular value yet: the error says to wrap the layer again."""
     layer = nnx.Sequential(linear(3, 3))
-    wrapped = nnx.WeightNorm(layer, rngs=rngs())
+    wrapped = wrap(layer)
     layer.layers.append(linear(3, 3))
-    with pytest.raises(ValueError, match=r"no scale for layers\[1\].kernel: Sequential did not have this Param"):
+    message = r"Norm has no (scale|singular value) for layers\[1\].kernel: Sequential did not have this Param"
+    with pytest.raises(ValueError, match=message):
         wrapped(array(2, 3))
 
 
