@@ -56,6 +56,9 @@ def cond(
       TypeError: if ``pred`` is not a boolean or a real number.
       BodyError: if the outputs, or the structure of the operands afterwards, differ between the two.
     """
+    if len(operands) == 2 and callable(operands[1]) and not callable(true_fun):  # (pred, x, f, y, g), as JAX allows
+        true_fun, false_fun = functools.partial(false_fun, true_fun), functools.partial(*reversed(operands))
+        operands = ()
     number = as_scalar(pred, "The predicate of nnx.cond")
     if not any(jnp.issubdtype(number.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
         raise ArgumentError(f"The predicate of nnx.cond must be a boolean or a real number, got {describe(number)}.")

@@ -153,6 +153,7 @@ EXPRESSIONS = {
     "options of pmap by position": lambda t: t.pmap(lambda x: jax.lax.psum(x, "i"), "i")(X[:1]),
     "cond, an operand by name": lambda t: of_lax(t).cond(True, lambda x: 2 * x, lambda x: x, operand=X),
     "cond, None by name": lambda t: of_lax(t).cond(False, lambda _: X, lambda _: 2 * X, operand=None),
+    "cond, an operand for each branch": lambda t: of_lax(t).cond(X[0] > 0, X, lambda x: 2 * x, (X, 1), lambda x: x[0]),
     "switch, an operand by name": lambda t: of_lax(t).switch(1, [lambda x: x, lambda x: 2 * x], operand=X),
     "cond, a weak type and an array": lambda t: of_lax(t).cond(X[0] > 0, lambda: jnp.float32(1), lambda: 2.0),
     "switch, an array and a weak type": lambda t: of_lax(t).switch(1, [lambda: jnp.float32(1), lambda: 2.0]),
