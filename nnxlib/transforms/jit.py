@@ -50,7 +50,7 @@ from .prefixes import PrefixMapping, argument_entries, refuse_nodes, same_entrie
 from .retraces import Traces
 from .selection import Selection, as_static, holders_in
 from .signatures import as_jit
-from .stages import Stage
+from .stages import Stage, pack_types
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -200,7 +200,14 @@ class JitWrapped(Jitted, Generic[P, R]):
         return self._with_plan(call, captures, args, kwargs, now, at_top_level())
 
     def _with_plan(
-        self, use: Callable, captures: Captures, args: tuple, kwargs: dict[str, Any], now: Captured, donate: bool
+        self,
+        use: Callable,
+        captures: Captures,
+        args: tuple,
+        kwargs: dict[str, Any],
+        now: Captured,
+        donate: bool,
+        pack: Callable[[Any], Packed] = pack,
     ) -> Any:
         """``use(plan, packed, arguments, token)``; again, after each trace that was abandoned or needs integers.
 
@@ -330,7 +337,7 @@ class JitWrapped(Jitted, Generic[P, R]):
                 in_tree = None
             return Stage(stage, call, plan, compiled, self._has_static, in_tree)
 
-        return self._with_plan(make, captures, *bound, captures.now(), True)
+        return self._with_plan(make, captures, *bound, captures.now(), True, pack_types)
 
     @boundary
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> R:

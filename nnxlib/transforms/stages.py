@@ -16,7 +16,7 @@ from ..core.graph import Packed, build, pack
 from ..core.graphdef import differences_listed
 from ..core.tracing import at_top_level
 from .dispatch import Dispatch, Miss
-from .leaf_checks import type_changes
+from .leaf_checks import is_traceable, type_changes
 from .lift import Arguments, finish
 from .plan import Compiled, Plan
 
@@ -25,6 +25,19 @@ _WITHOUT_STATIC = "A compiled function is called without its static arguments."
 _OF_ARGUMENTS = ("args_info", "in_avals", "input_formats", "input_shardings")
 _OF_OUTPUT = ("out_avals", "output_formats", "output_shardings")
 _COMPILE_AGAIN = "Call the jitted function itself, which is compiled again where it has to be, or `lower` it for these."
+
+
+def pack_types(tree: Any) -> Packed:
+    """:func:`pack`, with a ``jax.ShapeDtypeStruct`` for each leaf that only has a shape and dtype, which JAX allows."""
+    packed = pack(tree)
+    return packed._replace(leaves=[x if is_traceable(x) else _type_of(x) for x in packed.leaves])
+
+
+def _type_of(x: Any) -> Any:
+    try:
+        return jax.eval_shape(lambda x: x, x)
+    except (TypeError, OverflowError):
+        return x
 
 
 class Stage:

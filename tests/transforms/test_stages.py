@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,17 @@ def test_stages_of_abstract_models():
     abstract = nnx.eval_shape(lambda: Net())
     compiled = nnx.jit(lambda m, x: m(x)).lower(abstract, jax.ShapeDtypeStruct((2,), jnp.float32)).compile()
     assert compiled(Net(), X).tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("stage", ["lower", "trace"])
+def test_stages_of_what_has_a_shape_and_a_dtype(stage):
+    """As in JAX; what has neither is an error by path."""
+    spec = types.SimpleNamespace(shape=(2,), dtype=np.dtype("float32"))
+    jitted = nnx.jit(lambda m, x: m(x["a"]))
+    for given in spec, jax.core.ShapedArray((2,), jnp.float32):
+        assert getattr(jitted, stage)(Net(), {"a": given}).out_info.shape == (2,)
+    with pytest.raises(errors.ArgumentError, match=r"args\[1\]\.a is a SimpleNamespace"):
+        getattr(nnx.jit(lambda m, x: m(x["a"])), stage)(Net(), {"a": types.SimpleNamespace(shape=(2,))})
 
 
 def test_stages_with_static_arguments_donation_and_bound_methods():
