@@ -213,9 +213,11 @@ class Optimizer(Pytree, Generic[M]):
                 self._check_state(trained, model)
             except StateMismatchError as of_state:
                 raise of_state from None
+            except Exception:  # of tx.init on shapes
+                pass
             if misfit is not None:
                 raise misfit from None
-            with suppress(TypeError, ValueError):
+            with suppress(Exception):
                 return self._step(model, trained, gradients, extra, functools.partial(_as_variables, trained))
             lacks = "required keyword-only argument" in str(error)
             if isinstance(error, TypeError) and (lacks or any(map(callable, extra.values()))):

@@ -236,6 +236,21 @@ def test_a_filter_of_a_class_that_has_been_defined_again_is_an_error():
         nnx.Optimizer(nnx.Dict(w=old(jnp.ones(2))), optax.adam(0.1), wrt=new)
 
 
+def test_the_error_of_a_transformation_is_its_own():
+    """Whatever `init` or another `update` would raise, which the optimizer tries to find the reason."""
+
+    def update(grads, state, params):
+        raise TypeError("own") if isinstance(params["adapter"], jax.Array) else KeyError("of the second try")
+
+    def init(params):
+        assert not isinstance(jax.tree.leaves(params)[0], jax.core.Tracer)
+
+    model = Net()
+    optimizer = nnx.Optimizer(model, optax.GradientTransformation(init, update))
+    with pytest.raises(TypeError, match="own"):
+        optimizer.update(model, gradients(model))
+
+
 def test_a_model_without_variables_is_an_error():
     """The message says that there is no Variable at all."""
     with pytest.raises(EmptySelectionError, match="no Variable at all"):
