@@ -753,7 +753,7 @@ def flip_sequences(inputs: Array, seq_lengths: Array | None, num_batch_dims: int
     if seq_lengths is None:
         return jnp.flip(inputs, time_axis)
     times = inputs.shape[time_axis]
-    lengths = jnp.expand_dims(jnp.minimum(seq_lengths, times), time_axis)
+    lengths = jnp.expand_dims(jnp.clip(jnp.asarray(seq_lengths, jnp.int32), 0, times), time_axis)  # a uint8 would wrap
     order = jnp.expand_dims(jnp.arange(times), tuple(a for a in range(num_batch_dims + 1) if a != time_axis))
     source = jnp.mod(lengths - 1 - order, max(times, 1))
     source = jnp.reshape(source, source.shape + (1,) * (inputs.ndim - source.ndim))

@@ -205,7 +205,18 @@ def test_flip_sequences():
     assert flip_sequences(x, jnp.array([3, 0]), 1, False).tolist() == [[2, 1, 0, 4, 3], [9, 8, 7, 6, 5]]
     assert flip_sequences(x.T, jnp.array([3, 0]), 1, True).T.tolist() == [[2, 1, 0, 4, 3], [9, 8, 7, 6, 5]]
     assert flip_sequences(x, jnp.array([7, 5]), 1, False).tolist() == [[4, 3, 2, 1, 0], [9, 8, 7, 6, 5]]
+    assert flip_sequences(x, jnp.array([-2, 0]), 1, False).tolist() == [[4, 3, 2, 1, 0], [9, 8, 7, 6, 5]]
     assert flip_sequences(x[:, :0], jnp.array([0, 0]), 1, False).shape == (2, 0)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint32", "int64", "float32"])
+def test_lengths_of_any_dtype(dtype):
+    """Those that do not hold the number of steps, or no number below zero, do not wrap around."""
+    rnn = nnx.RNN(nnx.SimpleCell(1, 2, rngs=nnx.Rngs(0)), reverse=True, return_carry=True)
+    x, lengths = jax.random.normal(jax.random.key(0), (3, 300, 1)), [0, 100, 127]
+    np.testing.assert_array_equal(flip_sequences(x, np.array(lengths, dtype), 1, False)[1, 99], x[1, 0])
+    given, expected = rnn(x, seq_lengths=np.array(lengths, dtype)), rnn(x, seq_lengths=jnp.array(lengths))
+    jax.tree.map(np.testing.assert_array_equal, given, expected)
 
 
 @pytest.mark.parametrize("name", CELLS)
