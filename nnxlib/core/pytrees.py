@@ -50,12 +50,13 @@ from .walk import flatten_once
 _set = object.__setattr__
 
 
-class PathKey:
-    """The key of a leaf of a shared graph: its whole path in one entry."""
+class PathKey(jtu.GetAttrKey):
+    """The key of a leaf of a shared graph: its whole path in one entry, as a name for code that wants one (Orbax)."""
 
     __slots__ = ("path",)
 
     def __init__(self, path: tuple):
+        super().__init__(".".join(map(str, path)))
         self.path = path
 
     def __str__(self) -> str:

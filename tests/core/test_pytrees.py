@@ -777,9 +777,28 @@ def test_keys_and_treedefs_of_shared_graphs_are_compared_and_hashed():
         (bias, _), (kernel, _) = jax.tree_util.tree_flatten_with_path(layer)[0]
         assert {bias: 1, kernel: 2}[kernel] == 2
         assert bias != kernel
+        assert (bias[0].name, kernel[0].name) == ("bias", "kernel")
     shared, tree = jax.tree.structure(layer), jax.tree.structure(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
     assert {shared: 1, tree: 2}[jax.tree.structure(nnx.clone(layer))] == 1
     assert "Linear with shared parts" in repr(shared)
+
+
+def test_a_model_with_tied_weights_is_saved_and_restored_as_a_whole(tmp_path):
+    """The keys of its leaves have names, which Orbax needs; the weights are written once, and stay tied."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+
+    def make(seed):
+        net = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(seed)), nnx.Linear(2, 2, rngs=nnx.Rngs(seed + 1)))
+        net.layers[1].kernel = net.layers[0].kernel
+        return net
+
+    net = make(0)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "1", net)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "1", nnx.eval_shape(make, 5))
+    assert restored.layers[1].kernel is restored.layers[0].kernel
+    assert (restored.layers[0].kernel == net.layers[0].kernel).all()
 
 
 class Plain:
