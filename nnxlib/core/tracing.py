@@ -101,8 +101,10 @@ def in_current_trace(value: object) -> bool:
 
 
 def is_deleted(value: object) -> bool:
-    """Whether ``value`` is an array whose buffer is gone, such as a donated one."""
-    return isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted()
+    """Whether ``value`` is an array whose buffer is gone, such as a donated one, or a tracer of one."""
+    while isinstance(value, Tracer):
+        value = getattr(value, "primal", getattr(value, "val", None))  # in a `jax.grad`; in a `jax.vmap`
+    return isinstance(value, jax.Array) and value.is_deleted()
 
 
 def is_readable(x: jax.Array) -> bool:

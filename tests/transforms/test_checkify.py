@@ -279,10 +279,19 @@ def donated():
     return model, x
 
 
-def test_a_call_with_deleted_arrays_names_them_and_says_how_to_keep_a_copy():
+CALLS = {
+    "eagerly": lambda model, x: model(x),
+    "in grad": lambda model, x: nnx.grad(lambda model: model(x).sum())(model),
+    "in vmap": lambda model, x: nnx.vmap(lambda model, x: model(x), in_axes=(None, 0))(model, x),
+    "in raw grad and vmap": lambda model, x: jax.vmap(jax.grad(lambda x: model(x).sum()))(x),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_call_with_deleted_arrays_names_them_and_says_how_to_keep_a_copy(call):
     model, x = donated()
     with pytest.raises((RuntimeError, ValueError), match="deleted") as caught:  # JAX 0.8: a ValueError
-        model(x)
+        call(model, x)
     assert any(
         "kernel, bias have been deleted" in note and "nnx.clone(model)" in note for note in caught.value.__notes__
     )
