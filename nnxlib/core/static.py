@@ -62,11 +62,11 @@ class Const:
         key: Hashable,
         parts: tuple[Any, ...] | None = None,
         remake: Callable | None = None,
-        by_items: Sequence[Mapping] = (),
+        by_items: Sequence[Any] = (),
     ):
         self.value, self.key, self._hash = value, key, hash(key)
         self.parts = parts  # of a mutable value: what its copies have in common; None of an immutable one
-        self._by_items = by_items  # what in it is copied item by item
+        self._by_items = by_items  # what in it is not copied by deepcopy
         self._remake = remake  # how to make the same Const from the value, when unpickled
 
     @property
@@ -153,7 +153,7 @@ class _Freezer:
     def __init__(self, path: tuple):
         self.path, self.mutable = path, False
         self.parts: list[Any] = []  # hashable, and so the very same in all copies
-        self.by_items: list[Mapping] = []  # what deepcopy would fail to copy, see `_copy`
+        self.by_items: list[Any] = []  # what deepcopy would fail to copy, or copy slowly, see `_copy`
         self.within: type | None = None  # the innermost object around what is frozen that JAX does not look into
 
     def const(self, value: Any, freeze: Callable[[Any], Hashable], remake: Callable) -> Const:
@@ -177,6 +177,8 @@ class _Freezer:
             return kind, value
         rule = RULES.get(kind)
         if rule is not None:
+            if kind in _COPIED_BY_C and _is_flat(value):
+                self.by_items.append(value)
             return kind, rule(self, value)
         if isinstance(value, type):  # of another metaclass, such as jnp.float32
             return kind, value
@@ -367,15 +369,29 @@ RULES: dict[type, Callable[[_Freezer, Any], Hashable]] = {
 # --- copying --------------------------------------------------------------------------------------------------------
 
 
-def _copy(value: Any, parts: Sequence[Any], by_items: Sequence[Mapping]) -> tuple[Any, list[Mapping]]:
-    """A copy with the same ``parts``; and the copies in it of what deepcopy would fail to copy, ``by_items``.
+_COPIED_BY_C = frozenset({list, set, deque, dict})
 
-    These are views of dicts (``MappingProxyType``), and dicts whose attributes are their items.
+
+def _is_flat(x: Any) -> bool:
+    """Whether a built-in container holds nothing that can be changed, so that its own method copies all of it."""
+    return _FLAT.issuperset(map(type, x)) and (type(x) is not dict or _FLAT.issuperset(map(type, x.values())))
+
+
+_FLAT = ATOMS | {float, complex}
+
+
+def _copy(value: Any, parts: Sequence[Any], by_items: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """A copy with the same ``parts``; and the copies in it of what is not left to deepcopy, ``by_items``.
+
+    It would fail to copy views of dicts (``MappingProxyType``), and dicts whose attributes are their items; and it
+    calls six functions for each item of what is flat.
     """
-    made = list(map(_emptied, by_items))
+    made = list(map(_begun, by_items))
     copies = [new for new, _ in made]
     memo = {id(part): part for part in parts} | dict(zip(map(id, by_items), copies, strict=True))
     for old, (new, items) in zip(by_items, made, strict=True):
+        if items is None:
+            continue
         if isinstance(old, dict) and _is_its_own_dict(old):
             object.__setattr__(new, "__dict__", new)
         elif isinstance(old, dict):
@@ -385,8 +401,10 @@ def _copy(value: Any, parts: Sequence[Any], by_items: Sequence[Mapping]) -> tupl
     return copy.deepcopy(value, memo), copies
 
 
-def _emptied(x: Any) -> tuple[Any, dict]:
-    """An empty view or dict of the same type, and the dict that its items are in."""
+def _begun(x: Any) -> tuple[Any, dict | None]:
+    """An empty view or dict of the same type, and the dict that its items are in; of what is flat a copy, and None."""
+    if type(x) in _COPIED_BY_C:
+        return x.copy(), None
     if type(x) is types.MappingProxyType:
         return types.MappingProxyType(items := {}), items
     new = cast(Any, type(x)).__new__(type(x))

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
+from benchmarks.timing import count_calls
 from nnxlib.core.errors import StaticValueError
 from nnxlib.core.static import Const, same_items
 
@@ -291,6 +292,33 @@ def test_a_constant_is_not_edited_with_its_value():
     const.fresh()["a"].append(3)
     assert const.fresh() == {"a": [1]}
     assert const != Const.of(value)
+
+
+FLAT = {
+    "list": list,
+    "set": set,
+    "deque": lambda items: deque(items, maxlen=2000),
+    "dict": lambda items: dict.fromkeys(items, 0.5),
+    "in an object": lambda items: types.SimpleNamespace(names=[*items], both=({"a": [*items]}, {*items})),
+}
+
+
+@pytest.mark.parametrize("make", FLAT.values(), ids=FLAT)
+def test_containers_that_hold_nothing_mutable_are_copied_at_once(make):
+    """Not item by item; the copies are equal, and are others."""
+    small, large = Const.of(make(range(10))), Const.of(make(range(1000)))
+    assert count_calls(large.fresh) == count_calls(small.fresh)
+    assert large.fresh() == make(range(1000))
+    assert large.fresh() is not large.fresh()
+
+
+def test_a_container_in_two_places_is_one_in_a_copy():
+    shared, nested = [1, 2], [[3], "a"]
+    fresh = Const.of([shared, {"again": shared}, nested]).fresh()
+    assert fresh == [[1, 2], {"again": [1, 2]}, [[3], "a"]]
+    assert fresh[0] is fresh[1]["again"]
+    assert fresh[0] is not shared
+    assert fresh[2][0] is not nested[0]
 
 
 def test_copies_share_the_parts_that_are_compared_by_identity():
