@@ -63,17 +63,19 @@ def observed(method: Callable, name: str) -> Callable:
     IPython's ``%autoreload`` edits functions in place. It may give the wrapper the attributes of a new wrapper, so this
     looks its method up. Or it may give it the code of the edited method, without a wrapper: then the wrapper becomes
     this method. So it has the globals of its method, and finds what it needs of this file in its closure.
+
+    It names no parameter, not even ``self``: beartype checks the arguments of a method behind such a wrapper only.
     """
     calls = sys.modules[__name__]
 
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         method, listener = wrapper.__wrapped__, calls._active.listener  # type: ignore[attr-defined]
         if listener is not None:
-            return calls._follow(listener, method, name, self, args, kwargs)
+            return calls._follow(listener, method, name, args, kwargs)
         try:
-            return method(self, *args, **kwargs)
+            return method(*args, **kwargs)
         except Exception as error:  # costs nothing unless raised
-            calls._add_note_eagerly(error, self, name, args, kwargs)
+            calls._add_note_eagerly(error, name, args, kwargs)
             calls.hide_frames(error)
             raise
 
@@ -82,21 +84,30 @@ def observed(method: Callable, name: str) -> Callable:
     return functools.update_wrapper(wrapper, method)
 
 
-def _follow(listener: Listener, method: Callable, name: str, self: Any, args: tuple, kwargs: dict) -> Any:
-    if not is_node(self):  # `Layer.__call__(x, ...)` may apply a method to any object
-        return method(self, *args, **kwargs)
+def _module_in(args: tuple) -> Any:
+    """The Module whose method is called with these arguments; None if there is none.
+
+    Python code may apply a method to any object, by ``Layer.__call__(x, ...)``.
+    """
+    return args[0] if args and is_node(args[0]) else None
+
+
+def _follow(listener: Listener, method: Callable, name: str, args: tuple, kwargs: dict) -> Any:
+    self = _module_in(args)
+    if self is None:
+        return method(*args, **kwargs)
     if Watch.all and self._nnx_is_captured:
         notice(self)
     stack = listener.stack
     follow = None if stack and stack[-1][0] is self and stack[-1][1] == name else listener.on_call
     scope = "" if runs_eagerly() or not use_name_scopes.current_value() else scope_of_call(listener, self, name)
-    finish = None if follow is None else follow(self, listener.path_of(self), name, args, kwargs)
+    finish = None if follow is None else follow(self, listener.path_of(self), name, args[1:], kwargs)
     stack.append((self, name))
     try:
         with jax.named_scope(scope) if scope else _NOTHING:
-            out = method(self, *args, **kwargs)
+            out = method(*args, **kwargs)
     except Exception as error:
-        add_note(error, listener, args, kwargs)
+        add_note(error, listener, args[1:], kwargs)
         hide_frames(error)
         raise
     finally:
@@ -121,7 +132,8 @@ def is_observed(method: Any) -> bool:
 def _from_frames() -> Listener | None:
     """A listener with the eager calls that are running in this thread; None if there are none."""
     calls = [frame.f_locals for frame, _ in traceback.walk_stack(sys._getframe(1)) if frame.f_code is WRAPPER]
-    stack = [(call["self"], call["name"]) for call in calls if call["listener"] is None and is_node(call["self"])]
+    eager = [(_module_in(call["args"]), call["name"]) for call in calls if call["listener"] is None]
+    stack = [(module, name) for module, name in eager if module is not None]
     if not stack:
         return None
     listener = Listener([stack[-1][0]], [()])
@@ -137,16 +149,17 @@ def current_listener() -> Listener | None:
 _CALLS = "_nnx_calls"  # the attribute of an error for a listener with the eager calls that it has yet to leave
 
 
-def _add_note_eagerly(error: Exception, module: Any, name: str, args: tuple, kwargs: dict) -> None:
+def _add_note_eagerly(error: Exception, name: str, args: tuple, kwargs: dict) -> None:
     """Add a note to an error that leaves an eager call; frames and model are searched once for all levels."""
-    if not is_node(module):
+    module = _module_in(args)
+    if module is None:
         return
     listener: Listener | None = vars(error).pop(_CALLS, None)
     if listener is None or listener.stack[-1][0] is not module or listener.stack[-1][1] != name:  # raised elsewhere
         listener = _from_frames()
     if listener is None:
         return
-    add_note(error, listener, args, kwargs)
+    add_note(error, listener, args[1:], kwargs)
     if len(listener.stack) > 1:
         listener.stack.pop()
         vars(error)[_CALLS] = listener

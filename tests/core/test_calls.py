@@ -64,6 +64,26 @@ def test_methods_look_as_written():
     assert Documented.attribute(0) == 1
 
 
+def test_a_wrapper_names_no_parameter():
+    """A method without its object fails as in Python; beartype, given a class, checks what its methods are given."""
+    assert str(inspect.signature(Layer.__call__, follow_wrapped=False)).startswith("(*args, **kwargs)")
+    with pytest.raises(TypeError, match=r"Layer.__call__\(\) missing 2 required positional arguments: 'self' and 'x'"):
+        Layer.__call__()
+
+    class Plain(nnx.Module):
+        def twice(self, x: int, *, add: int = 0) -> float:
+            return 2.0 * x + add
+
+    assert Plain.twice(self=Plain(), x=1) == nnx.jit(lambda m: Plain.twice(self=m, x=1))(Plain()) == 2.0
+
+    beartype = pytest.importorskip("beartype")
+    checked = beartype.beartype(Plain)()
+    assert checked.twice(1, add=2) == nnx.jit(lambda m: m.twice(1))(checked) + 2 == 4.0
+    for wrong in (lambda: checked.twice("a"), lambda: checked.twice(1, add="a")):
+        with pytest.raises(beartype.roar.BeartypeCallHintParamViolation):
+            wrong()
+
+
 def test_nothing_listens_after_a_call():
     """After a transform, and after one that failed, calls are plain again; other threads never hear of it."""
     nnx.jit(lambda m, x: m(x))(Net(), X)
