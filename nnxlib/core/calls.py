@@ -67,9 +67,10 @@ def observed(method: Callable, name: str) -> Callable:
     It names no parameter, not even ``self``: beartype checks the arguments of a method behind such a wrapper only.
     """
     calls = sys.modules[__name__]
+    itself: list[Any] = []  # not in a cell: dill, and so datasets.map, would follow that without end
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        method, listener = wrapper.__wrapped__, calls._active.listener  # type: ignore[attr-defined]
+        method, listener = itself[0].__wrapped__, calls._active.listener
         if listener is not None:
             return calls._follow(listener, method, name, args, kwargs)
         try:
@@ -80,8 +81,8 @@ def observed(method: Callable, name: str) -> Callable:
             raise
 
     namespace = getattr(method, "__globals__", wrapper.__globals__)
-    wrapper = types.FunctionType(wrapper.__code__, namespace, name, None, wrapper.__closure__)
-    return functools.update_wrapper(wrapper, method)
+    itself.append(types.FunctionType(wrapper.__code__, namespace, name, None, wrapper.__closure__))
+    return functools.update_wrapper(itself[0], method)
 
 
 def _module_in(args: tuple) -> Any:
@@ -121,17 +122,18 @@ _NOTHING = nullcontext()
 
 # --- calls in eager code ---------------------------------------------------------------------------------------------
 
-WRAPPER: Any = observed(lambda self: None, "").__code__  # type: ignore[attr-defined]  # all wrappers have this code
+# All wrappers have this code; those of a class that cloudpickle has brought have an equal one.
+WRAPPER: Any = observed(lambda self: None, "").__code__  # type: ignore[attr-defined]
 
 
 def is_observed(method: Any) -> bool:
     """Whether this is a method whose calls are noticed."""
-    return isinstance(method, types.FunctionType) and method.__code__ is WRAPPER
+    return isinstance(method, types.FunctionType) and method.__code__ == WRAPPER
 
 
 def _from_frames() -> Listener | None:
     """A listener with the eager calls that are running in this thread; None if there are none."""
-    calls = [frame.f_locals for frame, _ in traceback.walk_stack(sys._getframe(1)) if frame.f_code is WRAPPER]
+    calls = [frame.f_locals for frame, _ in traceback.walk_stack(sys._getframe(1)) if frame.f_code == WRAPPER]
     eager = [(_module_in(call["args"]), call["name"]) for call in calls if call["listener"] is None]
     stack = [(module, name) for module, name in eager if module is not None]
     if not stack:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import nnxlib as nnx
+from nnxlib.core.calls import is_observed
 
 
 @jax.jit
@@ -142,15 +143,43 @@ class Net(nnx.Module):
     def __call__(self, x):
         return self.act(x)
 
-sys.stdout.buffer.write(cloudpickle.dumps((double, Net())))
+class Inner(nnx.Module):
+    def __call__(self, x):
+        return nnx.current_path() if x is None else x.shape
+
+class Outer(nnx.Module):
+    def __init__(self):
+        self.inner = Inner()
+
+    def __call__(self, x):
+        return self.inner(x)
+
+sys.stdout.buffer.write(cloudpickle.dumps((double, Net(), Outer())))
 """
 
 
 def test_a_program_is_sent_to_another_process():
     """cloudpickle sends what __main__ defines by value, jitted functions and methods too."""
     sent = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, check=True).stdout
-    for double in cloudpickle.loads(sent):
+    *doubles, outer = cloudpickle.loads(sent)
+    for double in doubles:
         assert double(3.0) == 6
+    assert is_observed(type(outer).__call__)
+    assert outer(None) == ("inner",)
+    with pytest.raises(AttributeError) as caught:
+        outer("text")
+    assert caught.value.__notes__[0].startswith("in inner (Inner)")
+
+
+def test_dill_follows_the_functions_of_a_module():
+    """As `datasets.map` has it do for the hash of a function: to the end, although a wrapper refers to itself."""
+    dill = pytest.importorskip("dill")
+
+    class Doubling(nnx.Module):
+        def __call__(self, x):
+            return 2 * x
+
+    assert dill.loads(dill.dumps(Doubling(), recurse=True))(1) == 2
 
 
 def lambda_free(x):
