@@ -277,124 +277,118 @@ if _typing.TYPE_CHECKING:
     graph = graphlib  # an import under another name is not exported
     object = pytreelib
 else:
-    _MASKS = ("combine_masks", "make_attention_mask", "make_causal_mask")
-    _ATTENTION = ("dot_product_attention", "dot_product_attention_with_rope", "MultiHeadAttention")
-    _CELLS = ("RNN", "Bidirectional", "GRUCell", "LSTMCell", "OptimizedLSTMCell", "RNNCellBase", "SimpleCell")
-    _LORA = ("LoRA", "LoRALinear", "LoRALinearGeneral", "LoRAParam", "add_lora", "merge_lora")
-    _CONTEXTS = ("merge_context", "split_context", "update_context", "current_update_context")
-    _ABSTRACT = ("abstract_with_sharding", "as_abstract", "get_abstract_model")
-    _SPECS = ("get_named_sharding", "get_partition_spec", "logical_axis_rules")
-    _SHARDING = (*_ABSTRACT, *_SPECS, "use_eager_sharding", "using_eager_sharding")
-    _LATER = {  # not all programs use these: each is imported when it is first asked for
-        **dict.fromkeys(("Diff", "Difference", "diff"), ".inspection.diff"),
-        **dict.fromkeys(("Statistics", "ValueStatistics", "statistics"), ".inspection.statistics"),
-        **dict.fromkeys((*_CONTEXTS, "MergeContext", "SplitContext", "UpdateContext"), ".core.contexts"),
-        **dict.fromkeys(("fork_rngs", "reseed", "restore_rngs", "split_rngs", "with_rngs"), ".core.streams"),
-        "pop": ".core.pop",
-        **dict.fromkeys(_SHARDING, ".sharding"),
-        "capture": ".transforms.capture",
-        **dict.fromkeys(("checkpoint", "remat"), ".transforms.remat"),
-        **dict.fromkeys(("NodeStates", "from_tree", "merge_inputs", "split_inputs", "to_tree"), ".transforms.extract"),
-        **dict.fromkeys(("cond", "switch"), ".transforms.branch"),
-        **dict.fromkeys(("fori_loop", "while_loop"), ".transforms.loops"),
-        **dict.fromkeys(("Carry", "scan"), ".transforms.scan"),
-        **dict.fromkeys(("pmap", "vmap"), ".transforms.vmap"),
-        "checkify": ".transforms.checkify",
-        **dict.fromkeys(("make_jaxpr", "named_call"), ".transforms.general"),
-        **dict.fromkeys(("cached_partial", "jit_partial"), ".transforms.partials"),
-        **dict.fromkeys(("add_metadata_axis", "transform_metadata"), ".transforms.metadata"),
-        **dict.fromkeys(("custom_jvp", "custom_vjp"), ".transforms.custom"),
-        **dict.fromkeys(("jvp", "linearize", "vjp"), ".transforms.vjp"),
-        **dict.fromkeys(("hessian", "jacfwd", "jacrev"), ".transforms.jacobian"),
-        "map_variables": ".transforms.map_variables",
-        "remat_scan": ".transforms.remat_scan",
-        "shard_map": ".transforms.shard",
-        **dict.fromkeys(("Conv", "ConvTranspose"), ".nn.conv"),
-        **dict.fromkeys(("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"), ".nn.norm"),
-        **dict.fromkeys(_ATTENTION, ".nn.attention"),
-        **dict.fromkeys(_MASKS, ".nn.masks"),
-        "RoPE": ".nn.rotary",
-        **dict.fromkeys(("avg_pool", "max_pool", "min_pool", "pool"), ".nn.pooling"),
-        "Stack": ".nn.stack",
-        **dict.fromkeys(_CELLS, ".nn.recurrent"),
-        **dict.fromkeys(_LORA, ".nn.lora"),
-        **dict.fromkeys(("Metric", "MultiMetric"), ".training.metrics"),
-        "EMA": ".training.ema",
-        **dict.fromkeys(("SpectralNorm", "WeightNorm"), ".nn.reparametrised"),
-        "TrainState": ".training.train_state",
-        "functional": ".transforms.functional",
-        "display": ".inspection.display",
-        "draw": ".inspection.picture",
-        "tabulate": ".inspection.tabulate",
+    _LATER_IN = {  # not all programs use these: each is imported when it is first asked for
+        ".inspection.diff": "Diff Difference diff",
+        ".inspection.statistics": "Statistics ValueStatistics statistics",
+        ".core.contexts": (
+            "merge_context split_context update_context current_update_context MergeContext SplitContext UpdateContext"
+        ),
+        ".core.streams": "fork_rngs reseed restore_rngs split_rngs with_rngs",
+        ".core.pop": "pop",
+        ".sharding": (
+            "abstract_with_sharding as_abstract get_abstract_model get_named_sharding get_partition_spec "
+            "logical_axis_rules use_eager_sharding using_eager_sharding"
+        ),
+        ".transforms.capture": "capture",
+        ".transforms.remat": "checkpoint remat",
+        ".transforms.extract": "NodeStates from_tree merge_inputs split_inputs to_tree",
+        ".transforms.branch": "cond switch",
+        ".transforms.loops": "fori_loop while_loop",
+        ".transforms.scan": "Carry scan",
+        ".transforms.vmap": "pmap vmap",
+        ".transforms.checkify": "checkify",
+        ".transforms.general": "make_jaxpr named_call",
+        ".transforms.partials": "cached_partial jit_partial",
+        ".transforms.metadata": "add_metadata_axis transform_metadata",
+        ".transforms.custom": "custom_jvp custom_vjp",
+        ".transforms.vjp": "jvp linearize vjp",
+        ".transforms.jacobian": "hessian jacfwd jacrev",
+        ".transforms.map_variables": "map_variables",
+        ".transforms.remat_scan": "remat_scan",
+        ".transforms.shard": "shard_map",
+        ".nn.conv": "Conv ConvTranspose",
+        ".nn.norm": "BatchNorm GroupNorm InstanceNorm LayerNorm RMSNorm",
+        ".nn.attention": "dot_product_attention dot_product_attention_with_rope MultiHeadAttention",
+        ".nn.masks": "combine_masks make_attention_mask make_causal_mask",
+        ".nn.rotary": "RoPE",
+        ".nn.pooling": "avg_pool max_pool min_pool pool",
+        ".nn.stack": "Stack",
+        ".nn.recurrent": "RNN Bidirectional GRUCell LSTMCell OptimizedLSTMCell RNNCellBase SimpleCell",
+        ".nn.lora": "LoRA LoRALinear LoRALinearGeneral LoRAParam add_lora merge_lora",
+        ".training.metrics": "Metric MultiMetric",
+        ".training.ema": "EMA",
+        ".nn.reparametrised": "SpectralNorm WeightNorm",
+        ".training.train_state": "TrainState",
+        ".transforms.functional": "functional",
+        ".inspection.display": "display",
+        ".inspection.picture": "draw",
+        ".inspection.tabulate": "tabulate",
     }
+    _LATER = {name: module for module, names in _LATER_IN.items() for name in names.split()}
     # The bridge needs flax, and takes as long to import as flax does.
     _MODULES = {"bridge", "sharding", *compat.ALIASES}
     __all__ = [*(name for name in globals() if not name.startswith("_")), *_LATER, "metrics"]
-    _OF_MODES = ("set_graph_mode", "set_graph_updates", "var_defaults", "vars_as", "with_vars")
-    _LIFTED = {name.title(): name for name in ("cond", "grad", "jit", "pmap", "remat", "scan", "vmap")}
-    _ELSEWHERE = {  # names of other libraries
-        "nnx.Linear": "Dense",
-        "nnx.LinearGeneral": "DenseGeneral",
-        "nnx.Embed": "Embedding",
-        "nnx.Conv": "Conv1d Conv2d Conv3d",
-        "nnx.ConvTranspose": "ConvTranspose1d ConvTranspose2d ConvTranspose3d",
-        "nnx.BatchNorm": "BatchNorm1d BatchNorm2d BatchNorm3d",
-        "nnx.max_pool": "MaxPool1d MaxPool2d MaxPool3d",
-        "nnx.avg_pool": "AvgPool1d AvgPool2d AvgPool3d",
-        "nnx.MultiHeadAttention": "MultiheadAttention MultiHeadDotProductAttention SelfAttention",
-        "nnx.RNN(nnx.LSTMCell(...))": "LSTM",
-        "nnx.RNN(nnx.GRUCell(...))": "GRU",
-        "nnx.List": "ModuleList",
-        "nnx.Dict": "ModuleDict",
-        "nnx.Param": "Parameter",
-        "the function nnx.identity": "Identity",
-        "jax.numpy.reshape": "Flatten",
-        "nnx.functional(Model, ...), which has init and apply": "init apply",
-        "optax, as in nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)": "optim",
-        "nnx.bridge.lazy_init, for a Linen module": "lazy_init",
-        "a constructor: layers are made in __init__": "compact",
-        "a stream of nnx.Rngs: rngs.dropout()": "make_rng next_rng_key PRNGSequence",
-        "nnx.state, and Orbax or NumPy: docs/training.md": (
+    _REMEDIES = {  # for names that flax.nnx has, or had in an earlier version, and names of other libraries
+        "nnxlib has one mode; code that sets others imports it from nnxlib.compat.flax": (
+            "set_graph_mode set_graph_updates var_defaults vars_as with_vars"
+        ),
+        **{f"use nnx.{name.lower()}": name for name in "Cond Pmap Remat Scan".split()},
+        "use nnx.Linear": "Dense",
+        "use nnx.LinearGeneral": "DenseGeneral",
+        "use nnx.Embed": "Embedding",
+        "use nnx.Conv": "Conv1d Conv2d Conv3d",
+        "use nnx.ConvTranspose": "ConvTranspose1d ConvTranspose2d ConvTranspose3d",
+        "use nnx.BatchNorm": "BatchNorm1d BatchNorm2d BatchNorm3d",
+        "use nnx.max_pool": "MaxPool1d MaxPool2d MaxPool3d",
+        "use nnx.avg_pool": "AvgPool1d AvgPool2d AvgPool3d",
+        "use nnx.MultiHeadAttention": "MultiheadAttention MultiHeadDotProductAttention SelfAttention",
+        "use nnx.RNN(nnx.LSTMCell(...))": "LSTM",
+        "use nnx.RNN(nnx.GRUCell(...))": "GRU",
+        "use nnx.List": "ModuleList",
+        "use nnx.Dict": "ModuleDict",
+        "use nnx.Param": "Parameter",
+        "use the function nnx.identity": "Identity",
+        "use jax.numpy.reshape": "Flatten",
+        "use nnx.functional(Model, ...), which has init and apply": "init apply",
+        "use optax, as in nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)": "optim",
+        "use nnx.bridge.lazy_init, for a Linen module": "lazy_init",
+        "use a constructor: layers are made in __init__": "compact",
+        "use a stream of nnx.Rngs: rngs.dropout()": "make_rng next_rng_key PRNGSequence",
+        "use nnx.state, and Orbax or NumPy: docs/training.md": (
             "save load save_checkpoint restore_checkpoint tree_serialise_leaves tree_deserialise_leaves"
         ),
-        "nnx.jit": "filter_jit",
-        "nnx.grad": "filter_grad",
-        "nnx.value_and_grad": "filter_value_and_grad",
-        "nnx.vmap": "filter_vmap",
-        "nnx.split and nnx.merge, with filters": "partition combine is_array is_inexact_array",
-        "an assignment: model.layer.kernel.value = array": "tree_at",
-        "nnx.Optimizer": "apply_updates",
-        "model.train() and model.eval()": "inference_mode",
-        "nothing, for gradients are computed only where nnx.grad asks for them": "no_grad",
-        "nnx.with_partitioning": "with_logical_partitioning",
-        "nnx.split, which gives a pure function its arguments": "transform transform_with_state",
-        "a Variable in an attribute": "get_parameter get_state set_state",
-        **{f"the function nnx.{name.lower()}": name for name in "ELU GELU ReLU SiLU Sigmoid Softmax Tanh".split()},
-        "a loss of optax, such as optax.l2_loss": (
+        "use nnx.jit": "Jit filter_jit",
+        "use nnx.grad": "Grad filter_grad",
+        "use nnx.value_and_grad": "filter_value_and_grad",
+        "use nnx.vmap": "Vmap filter_vmap",
+        "use nnx.split and nnx.merge, with filters": "partition combine is_array is_inexact_array",
+        "use an assignment: model.layer.kernel.value = array": "tree_at",
+        "use nnx.Optimizer": "apply_updates",
+        "use model.train() and model.eval()": "inference_mode",
+        "use nothing, for gradients are computed only where nnx.grad asks for them": "no_grad",
+        "use nnx.with_partitioning": "with_logical_partitioning",
+        "use nnx.split, which gives a pure function its arguments": "transform transform_with_state",
+        "use a Variable in an attribute": "get_parameter get_state set_state",
+        **{f"use the function nnx.{name.lower()}": name for name in "ELU GELU ReLU SiLU Sigmoid Softmax Tanh".split()},
+        "use a loss of optax, such as optax.l2_loss": (
             "MSELoss L1Loss CrossEntropyLoss BCEWithLogitsLoss softmax_cross_entropy cross_entropy"
         ),
-    }
-    _INSTEAD = {  # of names that flax.nnx has, or had in an earlier version
-        **dict.fromkeys(_OF_MODES, "nnxlib has one mode; code that sets others imports it from nnxlib.compat.flax"),
-        **{old: f"use nnx.{new}" for old, new in _LIFTED.items()},
-        **{name: f"use {ours}" for ours, names in _ELSEWHERE.items() for name in names.split()},
-        "fork": "use nnx.fork_rngs or nnx.split_rngs",
-        "set_mode": "use nnx.view",
-        "set_mode_info": "use nnx.view_info",
-        **dict.fromkeys(("use_refs", "using_refs", "to_refs", "as_ref_vars"), "give Variables ref=True"),
-        **dict.fromkeys(
-            ("use_hijax", "using_hijax", "to_hijax", "to_lojax", "mutable", "freeze"),
-            "leave it out, and compile with nnx.jit what changes a Module",
+        "use nnx.fork_rngs or nnx.split_rngs": "fork",
+        "use nnx.view": "set_mode",
+        "use nnx.view_info": "set_mode_info",
+        "give Variables ref=True": "use_refs using_refs to_refs as_ref_vars",
+        "leave it out, and compile with nnx.jit what changes a Module": (
+            "use_hijax using_hijax to_hijax to_lojax mutable freeze"
         ),
-        **dict.fromkeys(
-            ("as_immutable_vars", "as_mutable_vars", "as_hijax_vars", "to_arrays"),
-            "leave it out: jax.grad and nnx.jit take a Module or a State as it is",
+        "leave it out: jax.grad and nnx.jit take a Module or a State as it is": (
+            "as_immutable_vars as_mutable_vars as_hijax_vars to_arrays"
         ),
-        "mutable_array": "use jax.new_ref",
-        "MutableArray": "use jax.Ref",
-        "register_variable_name_type_pair": "use nnx.register_variable_name",
-        "with_sharding_constraint": "jax.lax.with_sharding_constraint takes a State",
+        "use jax.new_ref": "mutable_array",
+        "use jax.Ref": "MutableArray",
+        "use nnx.register_variable_name": "register_variable_name_type_pair",
+        "jax.lax.with_sharding_constraint takes a State": "with_sharding_constraint",
     }
+    _INSTEAD = {name: remedy for remedy, names in _REMEDIES.items() for name in names.split()}
 
     def __getattr__(name: str):
         if name in _LATER:
