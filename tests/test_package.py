@@ -220,7 +220,7 @@ def layer_of(module: str) -> int | None:
     return LAYERS.index(parts[1]) if len(parts) > 1 and parts[1] in LAYERS else len(LAYERS)
 
 
-ABOVE_ALL = ("nnxlib.compat.flax", "nnxlib.compat.functional")  # a second namespace, made of the first
+ABOVE_ALL = ("nnxlib.compat.flax", "nnxlib.compat.trees")  # a second namespace, made of the first
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -74,7 +74,7 @@ def __getattr__(name: str) -> Any:
         return __getattr__("rnglib").backup_keys
     flax = importlib.import_module(".flax", __name__)  # only now: it imports all of nnxlib
     found = getattr(flax, name)
-    return functools.partial(found, graph=True, graph_updates=True) if name in flax.functional.TRANSFORMS else found
+    return functools.partial(found, graph=True, graph_updates=True) if name in flax.trees.TRANSFORMS else found
 
 
 def __dir__() -> list[str]:

@@ -32,8 +32,7 @@ from ..core.errors import format_path
 from ..core.missing import MISSING
 from ..core.switches import Switch
 from ..core.tracing import boundary
-from . import aliases, functional
-from .trees import OF_GRAPHS, check_tree
+from . import aliases, trees
 from .variablelib import var_defaults as var_defaults
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ def _in_tree_mode(graph: bool | None, graph_updates: bool | None) -> bool:
 
 
 def _without_switches(function: Callable) -> Callable:
-    checked = OF_GRAPHS.get(function.__name__)
+    checked = trees.OF_GRAPHS.get(function.__name__)
 
     @boundary
     @functools.wraps(function)
@@ -133,7 +132,7 @@ def _without_switches(function: Callable) -> Callable:
         for name in _SWITCHES:
             kwargs.pop(name, None)
         if checked is not None and len(args) > checked and _of_trees(graph):
-            check_tree(args[checked])
+            trees.check_tree(args[checked])
         return function(*args, **kwargs)
 
     return wrapper
@@ -150,7 +149,7 @@ class Optimizer(nnxlib.Optimizer[M]):
 
     def __init__(self, model: M, tx: Any, *, wrt: nnxlib.filterlib.Filter = nnxlib.Param, graph: bool | None = None):
         if _of_trees(graph):
-            check_tree(model)
+            trees.check_tree(model)
         super().__init__(model, tx, wrt=wrt)
 
 
@@ -163,7 +162,7 @@ class EMA(nnxlib.EMA):
 
     def __init__(self, params: Any, decay: float, *, only: nnxlib.filterlib.Filter = ..., graph: bool | None = None):
         if _of_trees(graph):
-            check_tree(params)
+            trees.check_tree(params)
         super().__init__(params, decay, only=only)
 
 
@@ -179,13 +178,13 @@ def _transform(transform: Callable) -> Callable:
             return functools.partial(switched, graph=graph, graph_updates=graph_updates, **options)
         if not _in_tree_mode(graph, graph_updates):
             return transform(*args, **options)
-        return functional.call(transform.__name__, _of_trees(graph), args, options)
+        return trees.call(transform.__name__, _of_trees(graph), args, options)
 
     return switched
 
 
-scan = _transform(functional.carrying_scan(nnxlib.RngState))
-custom_vjp = _transform(functional.custom_vjp)
+scan = _transform(trees.carrying_scan(nnxlib.RngState))
+custom_vjp = _transform(trees.custom_vjp)
 
 
 def _in_a_copy(replace: Callable) -> Callable:
@@ -198,7 +197,7 @@ def _in_a_copy(replace: Callable) -> Callable:
         if node is MISSING or not _in_tree_mode(graph, graph_updates):
             return replace(node, **options)
         if _of_trees(graph):
-            check_tree(node)
+            trees.check_tree(node)
         backups = replace(node, **options)
         new = {id(x): x.copy() for backup in backups for x in (backup.stream.key, backup.stream.count)}
         copied = nnxlib.clone(node, variables=False)
@@ -245,7 +244,7 @@ class _Namespace(types.ModuleType):
 @functools.cache  # not in globals(), where `map` of nnxlib would take the place of Python's
 def __getattr__(name: str) -> Any:
     value = getattr(nnxlib, name)
-    return _transform(value) if name in functional.TRANSFORMS else _with_switches(value)
+    return _transform(value) if name in trees.TRANSFORMS else _with_switches(value)
 
 
 def __dir__() -> list[str]:

@@ -38,6 +38,9 @@ def test_the_names_are_those_of_nnxlib():
     assert switched == {"Optimizer", "ModelAndOptimizer", "EMA"}
     assert all(issubclass(getattr(nnx, name), classes[name]) for name in switched)
     assert {name for name in dir(nnxlib) if not name.startswith("_")} <= set(dir(nnx))
+    functions = {name for name, x in vars(nnxlib).items() if isinstance(x, types.FunctionType)} | {*nnxlib._LATER}
+    modules = {name for name in functions if isinstance(getattr(nnx, name), types.ModuleType)}
+    assert not modules  # of the files beside this one, which may not have the name of a function
     with pytest.raises(AttributeError, match="no_such_name"):
         nnx.no_such_name
 
@@ -449,7 +452,7 @@ def test_the_stub_declares_what_is_other_than_in_nnxlib():
     """So that type checkers and editors know each name; they take the other ones from nnxlib."""
     path = Path(nnx.__file__)
     declared, own = _defined(path.with_suffix(".pyi")), _defined(path)
-    assert (own - {"M"}) | {*nnx.functional.TRANSFORMS} <= declared
+    assert (own - {"M"}) | {*nnx.trees.TRANSFORMS} <= declared
     for name in declared:
         assert getattr(nnx, name) is not getattr(nnxlib, name, None)
 
