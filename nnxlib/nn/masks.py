@@ -6,6 +6,7 @@ A mask has shape ``[..., heads, q_length, kv_length]``; those that are made here
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -120,8 +121,7 @@ def combine_masks(*masks: Array | None, dtype: Dtype = jnp.float32) -> Array | N
     if not arrays:
         return None
     shapes = [mask.shape for mask in arrays]
-    sizes = [{size for size in axis if size != 1} for axis in zip(*shapes)]
-    if len({len(shape) for shape in shapes}) > 1 or any(len(axis) > 1 for axis in sizes):
+    if not all(len(a) == len(b) and broadcast_together(a, b) for a, b in itertools.combinations(shapes, 2)):
         raise UsageError(
             f"combine_masks takes masks with the same number of axes that broadcast to each other, but got {shapes}."
         )

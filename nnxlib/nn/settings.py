@@ -63,12 +63,9 @@ def drawn(init: Any, rngs: Rngs, shape: Sequence[int], dtype: Any) -> Any:
     if not callable(init):
         hint = "For given values write lambda key, shape, dtype: values."
         raise ArgumentError(_NO_INITIALIZER.format(shape=shape, found=describe(init), hint=hint))
-    value = None
     try:
         value = init(key, shape, dtype)
-        fits = not isinstance(value.raw_value if isinstance(value, VariableMetadata) else value, FunctionType)
     except Exception as error:  # for a negative size XLA raises one of its own
-        fits = False
         problem = _problem(init, shape, dtype)
         if problem is not None:
             raise problem from (error if isinstance(problem, UsageError) else None)
@@ -76,11 +73,12 @@ def drawn(init: Any, rngs: Rngs, shape: Sequence[int], dtype: Any) -> Any:
             error.add_note(f"An initializer raised this for a parameter of shape {tuple(shape)}.")
         if not isinstance(error, TypeError) or accepts(init, key, shape, dtype):
             raise
-    if not fits:
-        name = getattr(init, "__name__", describe(init))
-        hint = f"If {name} makes one, write {name}()."
-        raise ArgumentError(_NO_INITIALIZER.format(shape=shape, found=f"the function {name}", hint=hint))
-    return value
+    else:
+        if not isinstance(value.raw_value if isinstance(value, VariableMetadata) else value, FunctionType):
+            return value
+    name = getattr(init, "__name__", describe(init))
+    hint = f"If {name} makes one, write {name}()."
+    raise ArgumentError(_NO_INITIALIZER.format(shape=shape, found=f"the function {name}", hint=hint))
 
 
 def _problem(init: Any, shape: Sequence[int], dtype: Any) -> Exception | None:

@@ -107,10 +107,8 @@ def _on_devices(delta: Delta, shapes: list[Any]) -> list[Any]:
     mesh = devices_at_hand() if using_eager_sharding() else None
     whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     variables = sum(isinstance(row, VariableRow) for _, row in delta.rows)  # their values come first
-    return [
-        *(jax.tree.map(functools.partial(_placed, whole), x) for x in shapes[:variables]),
-        *(_placed(None, x) for x in shapes[variables:]),
-    ]
+    defaults = [whole] * variables + [None] * (len(shapes) - variables)
+    return [jax.tree.map(functools.partial(_placed, default), x) for x, default in zip(shapes, defaults)]
 
 
 def _placed(default: NamedSharding | None, x: Any) -> Any:
