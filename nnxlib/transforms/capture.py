@@ -98,25 +98,6 @@ def capture(
             raise ArgumentError(f"nnx.capture takes types of Variable, such as nnx.Intermediate, but got {kind!r}.")
     function, bound, bound_kwargs = resolve(fn)
 
-    def is_asked(owner: Node, name: str, variable: Variable) -> bool:
-        return type(variable) in kinds
-
-    def take_recorded(inner: Arguments, module: Any, listener: Listener, collector: Collector, recorder: Any) -> Any:
-        """Call the function within a crossing; returns its output, and what was recorded, which is taken out."""
-        earlier = take_out(inner, is_asked)
-        with recorder or nullcontext():
-            attached, replaced = ([], []) if init is None else _attach(module, init)
-            collector.count = 0  # what is in `init` has not been recorded now
-            out = function(*inner.args, **inner.kwargs)
-            bring_back(listener)
-            recorded = _pop_recorded(module, kinds) if kinds else ()
-        take_out(inner, is_asked)  # of other Modules than this one
-        for owner, name in attached:
-            if name in recorded_in(owner):  # of a type that was not asked for
-                delattr(owner, name)
-        put_back(earlier + replaced)
-        return out, recorded
-
     @boundary
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         arguments = Arguments((*bound, *args), {**bound_kwargs, **kwargs})
@@ -130,11 +111,9 @@ def capture(
             inner, listener = Arguments(args, kwargs, arguments.captured), cast(Listener, current_listener())
             live = zip(packed.objects, listener.objects, strict=True)
             collector.built.update((id(x), fresh) for x, fresh in live if fresh is not x)
-            module: Any = _first_module(inner)
+            module = _first_module(inner)
             recorder = None if method_outputs is None else _Recorder(method_outputs, only, listener.path_of(module))
-            return call_recording(
-                listener, collector, recorder, take_recorded, inner, module, listener, collector, recorder
-            )
+            return call_recording(listener, collector, recorder, _run_within, function, inner, listener, recorder, init)
 
         with Loans.lock if loan else nullcontext():  # waits until no other thread borrows
             (_, recorded), after = cross(run, packed.layout, packed.leaves, part=operator.itemgetter(0), loan=loan)
@@ -147,6 +126,30 @@ def capture(
     return functools.update_wrapper(wrapped, fn, updated=())
 
 
+def _run_within(
+    function: Callable, inner: Arguments, listener: Listener, recorder: _Recorder | None, init: State | None
+) -> tuple[Any, Sequence[State]]:
+    """Call a function within the crossing of a capture; returns its output, and what was recorded, which is taken out.
+
+    What was recorded before is put aside for the call, and with ``init`` this is there instead.
+    """
+    module, collector = _first_module(inner), cast(Collector, listener.collector)
+    is_asked = lambda owner, name, variable: type(variable) in collector.types
+    earlier = take_out(inner, is_asked)
+    with recorder or nullcontext():
+        attached, replaced = ([], []) if init is None else _attach(module, init)
+        collector.count = 0  # what is in `init` has not been recorded now
+        out = function(*inner.args, **inner.kwargs)
+        bring_back(listener)
+        recorded = _pop_recorded(module, collector.types) if collector.types else ()
+    take_out(inner, is_asked)  # of other Modules than this one
+    for owner, name in attached:
+        if name in recorded_in(owner):  # of a type that was not asked for
+            delattr(owner, name)
+    put_back(earlier + replaced)
+    return out, recorded
+
+
 _DROPPED = """\
 nnx.capture has found nothing in the {module}: all that was recorded is in other Modules, and is dropped. Such are \
 copies that nnx.merge makes of what was split before the capture; or in a branch, a while loop, a shard_map or a \
@@ -154,7 +157,7 @@ transform of raw JAX. Split within it, use the transforms of nnx, and pass the M
 or, to record for each example, capture within the vmap: nnx.vmap(nnx.capture(model, nnx.Intermediate))(batch)."""
 
 
-def _first_module(arguments: Arguments) -> Module | None:
+def _first_module(arguments: Arguments) -> Any:
     everything = *arguments.args, *arguments.kwargs.values(), *arguments.captured
     return next((x for x in everything if isinstance(x, Module)), None)
 
