@@ -158,16 +158,16 @@ def tabulate(
       ValueError: for a column that the table does not have.
       Exception: what the method itself raises.
     """
+    estimated = [name for name, wanted in zip(_ESTIMATES, (compute_flops, compute_vjp_flops)) if wanted]
     try:
-        rows = _calls(obj, method, input_args, input_kwargs, compute_flops, compute_vjp_flops)
+        rows = _calls(obj, method, input_args, input_kwargs, estimated)
     except TypeError as error:
         if not input_args and not input_kwargs and is_node(obj):
             error.add_note("Pass example inputs: nnx.tabulate(model, x).")
         raise
     shown = [row for row in rows if (depth is None or len(row.path) <= depth) and row_filter(row)]
     variables = _Variables(obj)
-    fixed = ["path", "type", "inputs", "outputs"]
-    fixed += [name for name, wanted in {"flops": compute_flops, "vjp_flops": compute_vjp_flops}.items() if wanted]
+    fixed = ["path", "type", "inputs", "outputs", *estimated]
     names = [*fixed, *variables.kinds]
     chosen = names if columns is None else list(columns)
     if not set(chosen) <= set(names):
@@ -177,7 +177,7 @@ def tabulate(
     cells = [{**_cells(row), **variables.cells(row.path)} for row in shown]
     total: dict[str, str] = {kind: str(variables.size((), kind)) for kind in variables.kinds}
     if rows and rows[0].path == ():  # the call of ``obj`` itself, which is that of all in it
-        total |= {name: text for name, text in _cells(rows[0]).items() if name in _NUMERIC}
+        total |= {name: text for name, text in _cells(rows[0]).items() if name in _ESTIMATES}
     label = next((name for name in reversed(fixed) if name in chosen and name not in total), None)
     footer = {**total, label: "Total"} if label is not None else total
     table = [[row.get(name, "") for name in chosen] for row in [dict(zip(names, names)), *cells, footer]]
@@ -219,15 +219,15 @@ class Table(str):
         (names, *rows), title, footer = self._content
         bold = {(len(rows), j): "type" for j in range(len(names))}
         paths = {(i, names.index("path")): "name" for i in range(1, len(rows)) if "path" in names}
-        right = [j for j, name in enumerate(names) if name in _NUMERIC]
+        right = [j for j, name in enumerate(names) if name in _ESTIMATES]
         return draw_table(title, [names, *rows], paths | bold, right=right, title=title, footer=footer)
 
 
 # --- the rows -------------------------------------------------------------------------------------------------------
 
 
-def _calls(obj: Any, method: str, args: tuple, kwargs: dict, flops: bool, vjp_flops: bool) -> list[CallInfo]:
-    """Trace a method, and return the calls in it."""
+def _calls(obj: Any, method: str, args: tuple, kwargs: dict, estimated: Sequence[str]) -> list[CallInfo]:
+    """Trace a method, and return the calls in it, with these estimates."""
     if not is_node(obj):
         given = f"the class {obj.__name__}" if isinstance(obj, type) else f"a {type(obj).__name__}"
         raise ArgumentError(f"tabulate takes a Module, made or abstract, and then its inputs; got {given}.")
@@ -240,13 +240,10 @@ def _calls(obj: Any, method: str, args: tuple, kwargs: dict, flops: bool, vjp_fl
     )
     packed = pack(Arguments((traced,), {}))
     paths = [p[3:] if p[:3] == ("args", 0, 0) else ("<input>", *p[2:]) for p in packed.layout.paths]
-    follower = _Follower(flops, vjp_flops, {p: x.get_raw_value() for p, x in _variables_in(obj)})
+    follower = _Follower(estimated, {p: x.get_raw_value() for p, x in _variables_in(obj)})
     call_listening(Listener(packed.objects, paths, follower.on_call), eval_shape, call, traced)
-    for row, programs in follower.programs:
-        if flops:
-            row.flops = row.stacked * programs[0]()
-        if vjp_flops:
-            row.vjp_flops = row.stacked * programs[-1]()
+    for row, name, program in follower.programs:
+        setattr(row, name, row.stacked * program())
     return follower.rows
 
 
@@ -267,12 +264,11 @@ def _with_static(f: Callable, args: tuple, kwargs: dict) -> tuple[Callable, dict
 class _Follower:
     """Makes a row of each call."""
 
-    def __init__(self, flops: bool, vjp_flops: bool, stored: Mapping[tuple, Any]):
+    def __init__(self, estimated: Sequence[str], stored: Mapping[tuple, Any]):
         self.rows: list[CallInfo] = []
-        self.programs: list[tuple[CallInfo, list[Callable[[], int]]]] = []  # of the calls that returned
+        self.programs: list[tuple[CallInfo, str, Callable[[], int]]] = []  # of each estimate, if the call returned
         self.stacked: list[int] = [1]  # of the calls that are running
-        self.stored = stored
-        self.flops, self.vjp_flops = flops, vjp_flops
+        self.estimated, self.stored = estimated, stored
 
     def on_call(self, module: Any, path: tuple, name: str, args: tuple, kwargs: dict) -> Callable[[Any], None]:
         depth = len(self.stacked)
@@ -280,17 +276,16 @@ class _Follower:
         row.stacked = max(self.count_layers(module, path), runs())
         self.rows.append(row)
         self.stacked.append(row.stacked)
-        wanted = [_forward] * self.flops + [_forward_and_backward] * self.vjp_flops
         call, traced = _with_static(getattr(type(module), name), (module, *args), kwargs)
-        packed = pack(Arguments((traced,), {})) if wanted else None
+        packed = pack(Arguments((traced,), {})) if self.estimated else None
 
         def finish(out: Any) -> None:
             del self.stacked[depth:]  # also calls that failed, where the caller went on
             row.outputs = _shapes(out)
             if packed is not None:
-                made = [make(call, packed.layout) for make in wanted]
-                programs = [call_listening(None, _program, program, packed.leaves) for program in made]
-                self.programs.append((row, programs))
+                for estimate in self.estimated:
+                    run = _ESTIMATES[estimate](call, packed.layout)
+                    self.programs.append((row, estimate, call_listening(None, _program, run, packed.leaves)))
 
         return finish
 
@@ -349,6 +344,9 @@ def _forward_and_backward(f: Callable, layout: Any) -> Callable:
         return out, pull([jnp.ones_like(y) for y in out])
 
     return run
+
+
+_ESTIMATES = {"flops": _forward, "vjp_flops": _forward_and_backward}  # by the column
 
 
 def _arrays(tree: Any) -> list[Any]:
@@ -517,8 +515,6 @@ def _rule(corners: str, line: str, widths: Sequence[int]) -> str:
     return left + middle.join(line * (w + 2) for w in widths) + right + "\n"
 
 
-_NUMERIC = "flops", "vjp_flops"
-
 # --- the HTML -------------------------------------------------------------------------------------------------------
 
 # Styles stand in the elements, since some viewers of notebooks drop style sheets; greys are translucent and the colour
@@ -534,7 +530,7 @@ _TITLE = "font-weight:bold;padding:4px;text-align:center;"
 def _html(table: list[list[str]], title: str, footer: str) -> str:
     names, *rows, totals = table
     head = _html_row("th", names, [_HEAD] * len(names))
-    styles = [_CELL + _NUMBERS * (name in _NUMERIC) for name in names]
+    styles = [_CELL + _NUMBERS * (name in _ESTIMATES) for name in names]
     body = "".join(_html_row("td", row, styles) for row in rows)
     foot = _html_row("td", totals, [style + "font-weight:bold;" for style in styles])
     return (
