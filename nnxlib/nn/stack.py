@@ -143,7 +143,7 @@ class Stack(Module):
         sample, objects = build(layout, first)
         for x in objects:
             if isinstance(x, Variable):
-                x.add_axis(0, partition)
+                AxisName(partition).added_to(x, 0)
         columns = zip(*(leaves for _, leaves, _ in packed), strict=True)
         stacked = [jax.tree.map(lambda *xs: jnp.stack(xs), *column) for column in columns]
         self = new_node(cls)

@@ -254,13 +254,14 @@ def test_layers_that_differ_cannot_be_stacked(layers, message):
 
 
 def test_axis_names_follow_the_axis_of_the_layers():
-    init = nnx.with_partitioning(nnx.initializers.ones, ("in", "out"))
+    init = nnx.with_partitioning(nnx.initializers.ones, ("in", "out"), optimizer_sharding=("first", "second"))
 
     def named(rngs):
         return nnx.Linear(2, 2, kernel_init=init, rngs=rngs)
 
     m = nnx.Stack(named, 3, rngs=nnx.Rngs(0), partition="layers")
     assert m.layers.kernel.sharding_names == ("layers", "in", "out")
+    assert m.layers.kernel.optimizer_sharding == (None, "first", "second")
     assert m[0].kernel.sharding_names == ("in", "out")
     assert m[1:].layers.kernel.sharding_names == ("layers", "in", "out")
     again = nnx.Stack.from_layers(list(m), partition="layers")
