@@ -87,7 +87,7 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
     pure = named(pure, f, layout.leaf_paths, ())
     try:
         leaves, outcome = with_room(jax.eval_shape, pure, packed.leaves)
-    except TypeError:
+    except (TypeError, OverflowError):
         check_traceable(layout, packed.leaves)
         raise
     except TraceContextError:

@@ -512,6 +512,8 @@ def test_a_variable_that_holds_no_array():
     "call",
     [
         lambda f, model: nnx.jit(f)(model),
+        lambda f, model: nnx.eval_shape(f, model),
+        lambda f, model: nnx.jit(f).eval_shape(model),
         lambda f, model: nnx.remat(f)(model),
         lambda f, model: nnx.vjp(f, model),
         lambda f, model: nnx.cond(True, f, f, model),
