@@ -23,6 +23,7 @@ from ..core.missing import MISSING
 from .axes import NO_AXIS_NAMES
 from .classes import lifts_classes
 from .data_transform import DataTransform
+from .leaf_checks import as_unroll
 from .remat import check_policy
 from .scan import Carry, looped
 
@@ -74,7 +75,7 @@ def remat_scan(
       PrefixError: if an axis does not have ``prod(lengths)`` slices; and as in :func:`scan`.
     """
     check_policy(policy)
-    lengths = check_lengths(lengths)
+    lengths, unroll = check_lengths(lengths), as_unroll(unroll)
     loop = functools.partial(_nested, lengths=lengths, policy=policy, reverse=reverse, unroll=unroll)
     return looped(f, loop, math.prod(lengths), in_axes, out_axes, transform_metadata, data_transform)
 

@@ -181,15 +181,17 @@ def test_unroll_true_is_another_program_than_unroll_1():
             assert (equation.primitive.name, equation.params["unroll"]) == ("scan", steps)
 
 
-@pytest.mark.parametrize("loop", ["scan", "fori_loop"])
-def test_unroll_may_be_an_array_whose_value_is_known(loop):
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda unroll: nnx.scan(lambda c, x: (c + x, None), unroll=unroll)(0.0, jnp.arange(3.0))[0],
+        lambda unroll: nnx.remat_scan(lambda c, x: c + x, lengths=(3,), unroll=unroll)(0.0, jnp.arange(3.0)),
+        lambda unroll: nnx.fori_loop(0, 3, lambda i, c: c + i, 0.0, unroll=unroll),
+    ],
+    ids=["scan", "remat_scan", "fori_loop"],
+)
+def test_unroll_may_be_an_array_whose_value_is_known(run):
     """As in JAX, which also says what is wrong if it is not known."""
-
-    def run(unroll):
-        if loop == "scan":
-            return nnx.scan(lambda c, x: (c + x, None), unroll=unroll)(0.0, jnp.arange(3.0))[0]
-        return nnx.fori_loop(0, 3, lambda i, c: c + i, 0.0, unroll=unroll)
-
     assert [run(kind(2)) for kind in (int, np.int64, jnp.int32)] == 3 * [3.0]
     with pytest.raises(jax.errors.ConcretizationTypeError):
         jax.jit(run)(2)
