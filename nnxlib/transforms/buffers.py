@@ -1,7 +1,8 @@
-"""Notes on errors about donated arrays, and about arrays on other devices, which name the arrays.
+"""Notes on errors about donated arrays, and about arrays on other devices or sharded otherwise, which name the arrays.
 
-JAX only gives the shape of an array that was deleted, and the number in a flat list of one that is donated and passed
-once more; of arrays on different devices it names one of each. Here the paths of all arguments are known.
+JAX only gives the shape of an array that was deleted or is sharded otherwise, and the number in a flat list of one that
+is donated and passed once more; of arrays on different devices it names one of each. Here the paths of all arguments
+are known.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from ..core.tracing import Tracer
 
 
 def note_buffers(error: RuntimeError | ValueError, arguments: Callable[[], Packed]) -> None:
-    """Note which arrays an earlier donation has deleted, which are passed twice, or are on other devices."""
+    """Note which arrays an earlier donation has deleted, are passed twice, on other devices or sharded otherwise."""
     text = str(error)
     with contextlib.suppress(Exception):  # an explanation that fails must not hide the error
         if "donate" in text or "deleted" in text:
             _note_donated(error, _arrays(arguments()))
         elif text.startswith("Received incompatible devices"):
             _note_devices(error, _arrays(arguments()))
+        elif text.startswith("Sharding passed to jit does not match"):
+            _note_shardings(error, _arrays(arguments()))
 
 
 def _arrays(packed: Packed) -> list[tuple[str, jax.Array]]:
@@ -39,6 +42,12 @@ def _note_devices(error: Exception, arrays: list[tuple[str, jax.Array]]) -> None
     most = max(number for _, number in placed)
     if few := [f"{name}: {number} of {most} devices" for name, number in placed if number < most]:
         error.add_note(listed(_DEVICES, few, _PLACE))
+
+
+def _note_shardings(error: Exception, arrays: list[tuple[str, jax.Array]]) -> None:
+    """Name those with the sharding in the message."""
+    if sharded := [name for name, x in arrays if f"\narg sharding: {x.sharding} for" in str(error)]:
+        error.add_note(listed(_SHARDED, sharded, _AS_THEY_ARE))
 
 
 def _note_donated(error: Exception, arrays: list[tuple[str, jax.Array]]) -> None:
@@ -68,6 +77,12 @@ These are one array each. Where it is donated (donate_argnums), its memory is re
 donated under another path:"""
 
 _DEVICES = "These arrays are on fewer devices than the others, and were placed there:"
+
+_SHARDED = "These arrays have that sharding, and are not to be moved, since they were placed there:"
+
+_AS_THEY_ARE = """\
+Leave their entry in in_shardings None, which takes them as they are, or place them as it says: nnx.update(model, \
+jax.device_put(nnx.state(model), sharding))."""
 
 _PLACE = """\
 A call leaves what it only reads on the device where it was made, and a checkpoint puts it back there. Place the whole \

@@ -128,6 +128,17 @@ def test_what_is_elsewhere_is_moved_once_to_a_spec():
     assert all(x is y for x, y in zip(arrays, jax.tree.leaves(nnx.state(model)), strict=True))
 
 
+def test_what_was_placed_otherwise_is_named():
+    """JAX does not move it, and gives only its shape."""
+    model = sharded()
+    model.bias.value = jnp.ones(8)
+    with pytest.raises(ValueError, match="does not match the sharding on the respective arg") as error:
+        nnx.jit(lambda m: m.kernel.sum(), in_shardings=(nnx.StateSharding({nnx.Param: ROWS, ...: WHOLE}),))(model)
+    (note,) = [note for note in error.value.__notes__ if "have that sharding" in note]
+    assert "args[0].kernel" in note
+    assert "bias" not in note
+
+
 @pytest.mark.filterwarnings("ignore:`with mesh:DeprecationWarning")  # deprecated, and in much published code
 def test_a_call_that_fails_or_has_no_shardings_moves_nothing():
     model = Net()
