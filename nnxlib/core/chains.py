@@ -15,6 +15,7 @@ Three questions are asked of a chain (what for is in docs/how_it_works.md, "Clos
 
 from __future__ import annotations
 
+import enum
 import functools
 import types
 import weakref
@@ -144,8 +145,13 @@ def _shape(container: Any) -> Hashable:
 
 
 def are_simple(keys: Iterable[Any]) -> bool:
-    """Whether all keys are text, integers or tuples of these, which can be kept and compared."""
-    return all(type(key) in (str, int) or (type(key) is tuple and are_simple(key)) for key in keys)
+    """Whether all keys are text, bytes, integers, None, members of an Enum or tuples of these, which can be kept."""
+    return all(
+        type(key) in _SIMPLE or isinstance(key, enum.Enum) or (type(key) is tuple and are_simple(key)) for key in keys
+    )
+
+
+_SIMPLE = str, int, bytes, bool, type(None)  # no float, since a NaN does not equal itself
 
 
 def same_attributes(x: Any, known: set[int]) -> Iterator[Step]:

@@ -1080,8 +1080,17 @@ def test_a_function_comes_and_goes_in_a_plain_list_beside_a_module():
     assert len(traces) == 2  # abandoned, kept
 
 
+class Key(enum.Enum):
+    FIRST = 1
+    SECOND = 2
+
+
 @pytest.mark.parametrize("kind", [dict, collections.OrderedDict, lambda items: collections.UserDict(dict(items))])
-@pytest.mark.parametrize("keys", ["ab", range(2), [("a", 0), ("a", 1)]], ids=["text", "integers", "tuples"])
+@pytest.mark.parametrize(
+    "keys",
+    ["ab", range(2), [("a", 0), ("a", 1)], Key, [None, b"a"]],
+    ids=["text", "integers", "tuples", "enum", "others"],
+)
 def test_a_closure_over_a_dict_that_is_put_in_another_order(kind, keys):
     """The function goes over its values; numbers in it may come, go and move, as before."""
     first, second = keys
