@@ -272,7 +272,7 @@ def _in_plain_object(x: Any, names: Collection[str]) -> Iterator[LookUp]:
                 # `super()` finds what a subclass hides.
                 yield LookUp(in_class, cls, name) if name in seen else LookUp(attribute, x, name)
                 seen.add(name)
-    yield from methods_in(x, names if isinstance(x, type) else {*names, "__call__"})
+    yield from methods_in(x, {*names, "__class_getitem__" if isinstance(x, type) else "__call__"})
 
 
 def methods_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:

@@ -1501,6 +1501,12 @@ def with_static_method():
     return lambda: held.its()
 
 
+def with_items():
+    made = type("Registry", (), {"__class_getitem__": lambda cls, k: cls.model, "model": Layer()})
+    made.model.scale = 1.0
+    return lambda: made[0].scale
+
+
 def matched(held):
     match held:
         case object(model=model):
@@ -1516,6 +1522,7 @@ class Descriptor:
 LEADING = {
     "a method of a method": lambda: keeper(go=lambda self: self.ask(), ask=lambda self: self.model.scale).go,
     "[]": lambda: (lambda held: lambda: held[0].scale)(keeper(__getitem__=lambda self, k: self.model)),
+    "[] of a class": with_items,
     "for": lambda: (lambda held: lambda: sum(m.scale for m in held))(keeper(__iter__=lambda self: iter([self.model]))),
     "an operator": lambda: (lambda held: lambda: held * 2)(keeper(__mul__=lambda self, x: self.model.scale * x)),
     "an unknown attribute": lambda: (lambda held: lambda: held.its)(
