@@ -185,12 +185,12 @@ def look_ups_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
     elif isinstance(x, types.FunctionType):
         yield from closure_of(x)
         yield from _attributes(x, "__defaults__", "__kwdefaults__")
-        yield from _in_dict_of(x)
+        yield from in_dict_of(x)
     elif isinstance(x, types.MethodType):
         yield from _attributes(x, "__self__", "__func__")
     elif isinstance(x, functools.partial):
         yield from _attributes(x, "func", "args", "keywords")
-        yield from _in_dict_of(x)
+        yield from in_dict_of(x)
     elif isinstance(x, staticmethod | classmethod):
         yield from _attributes(x, "__func__")
     elif isinstance(x, _CLOSED):
@@ -221,7 +221,8 @@ def _attributes(x: Any, *names: str) -> list[LookUp]:
     return [LookUp(attribute, x, name) for name in names]
 
 
-def _in_dict_of(x: Any) -> list[LookUp]:
+def in_dict_of(x: Any) -> list[LookUp]:
+    """The look-ups of the attributes in the dict of an object or function."""
     attributes = dict_of(x)
     return [LookUp(own, attributes, k) for k in list(attributes) if k != PROGRAMS] if type(attributes) is dict else []
 
@@ -264,7 +265,7 @@ _SIMPLE = ATOMS | {float, complex}
 
 def _in_plain_object(x: Any, names: Collection[str]) -> Iterator[LookUp]:
     """The look-ups of the attributes of an object or a class, and of those that it has from its classes."""
-    yield from _in_dict_of(x)
+    yield from in_dict_of(x)
     seen = set[str]()
     for cls in _classes_of(x):
         for name, held in vars(cls).copy().items():

@@ -205,7 +205,8 @@ class _Search:
             self.missing.discard(id(value))
             if type(value) is types.FunctionType:
                 self.enter(chain, value)
-            self.go_on(chain, look_ups.look_ups_in(value, self.names))
+            ours = type(value) is types.FunctionType and is_observed(value)  # a wrapper; so is its closure
+            self.go_on(chain, look_ups.in_dict_of(value) if ours else look_ups.look_ups_in(value, self.names))
             if look_ups.has_unnamed_methods(type(value)):
                 self.unnamed.append(chain)
 
@@ -246,7 +247,7 @@ def is_left_over(x: Any) -> bool:
 def _is_kept_by_library(chain: Chain) -> bool:
     """Whether a chain ends in the closure or the defaults of a function of a library, where no Module will come."""
     holder = None if chain.before is None else chain.before.value
-    return type(holder) is types.FunctionType and (is_observed(holder) or is_of_library(holder.__globals__))
+    return type(holder) is types.FunctionType and is_of_library(holder.__globals__)
 
 
 def _is_read(x: Node, names: set[str]) -> bool:
