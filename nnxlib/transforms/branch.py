@@ -38,6 +38,8 @@ def cond(
 ) -> R:
     """Apply ``true_fun`` or ``false_fun`` to the operands; ``jax.lax.cond`` with state.
 
+    As there, ``cond(pred, x, f, y, g)`` is ``f(x)`` or ``g(y)``.
+
     Args:
       pred: a scalar, taken as a truth value.
       true_fun: applied if it is true. What it changes in the operands appears on the objects that were passed in.
