@@ -16,6 +16,7 @@ import numpy as np
 
 from . import fitting
 from .blueprint import fresh
+from .buffers import note_buffers
 from .calls import note_copies, note_split, split_into
 from .cells import cell_of, new_cell
 from .closures import Watch, notice
@@ -444,7 +445,11 @@ def clone(node: A, variables: bool = True, *, arrays: bool = True) -> A:
         made, copies = build(layout, leaves, {i: objects[i] for i in layout.variables})
         note_copies(objects, copies)
         return made
-    return build_described(layout, jax.tree.map(_copy_array, leaves) if arrays else leaves)
+    try:
+        return build_described(layout, jax.tree.map(_copy_array, leaves) if arrays else leaves)
+    except (RuntimeError, ValueError) as error:
+        note_buffers(error, lambda: Packed(layout, leaves, objects))
+        raise
 
 
 def _copy_array(x: Any) -> Any:

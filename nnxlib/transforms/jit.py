@@ -21,6 +21,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import jax
 
 from ..core.annotations import stand_for
+from ..core.buffers import note_buffers
 from ..core.calls import followed, following, observed
 from ..core.closures import CapturedObjects, Occupied, Watch, all_borrowed, call_lending, is_watched, wait_for_loans
 from ..core.data import HIDING
@@ -34,7 +35,6 @@ from ..core.recordings import give_on, with_carrier
 from ..core.static import StaticArgument
 from ..core.tracing import EAGER, at_top_level, boundary, hide_frames, running_trace
 from .abstract import eval_packed
-from .buffers import note_buffers
 from .callables import check_options, resolve
 from .checkify import note_nan_in_call
 from .classes import lifts_classes

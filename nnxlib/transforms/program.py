@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
+from ..core.buffers import note_buffers
 from ..core.calls import followed
 from ..core.closures import CapturedObjects, call_lending, call_watched
 from ..core.conditions import Conditions
@@ -40,7 +41,6 @@ from ..core.references import search
 from ..core.static import Const, Identity, state_of
 from ..core.tables import table_of
 from ..core.tracing import at_top_level, evaluate, with_room
-from .buffers import note_buffers
 from .callables import name_of
 from .checkify import note_nan
 from .leaf_checks import explain_untraced

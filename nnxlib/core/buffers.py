@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core.errors import format_path, listed
-from ..core.graph import Packed
-from ..core.tracing import Tracer
+from .errors import format_path, listed
+from .graph import Packed
+from .tracing import Tracer
 
 
 def note_buffers(error: RuntimeError | ValueError, arguments: Callable[[], Packed]) -> None:

@@ -102,6 +102,15 @@ def test_a_captured_model_whose_arrays_are_gone():
     assert "captured[0].kernel" in notes(error)
 
 
+def test_a_copy_of_a_model_whose_arrays_are_gone():
+    model = nnx.Dict(layer=nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    model.layer.kernel[...].delete()
+    with pytest.raises((RuntimeError, ValueError), match="deleted") as error:  # JAX 0.8: a ValueError
+        nnx.clone(model)
+    assert "layer.kernel" in notes(error)
+    assert "bias" not in notes(error)
+
+
 def test_other_errors_are_left_alone():
     """An error of the user's own that speaks of deleting, and keys among the arguments."""
 
