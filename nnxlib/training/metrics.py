@@ -110,7 +110,7 @@ class Average(Metric):
           ValueError: if mask and values cannot be broadcast.
         """
         values, counted = _masked(_argument(self, kwargs), mask)
-        self.total.value, self.count.value = _with_batch(self.total.value, self.count.value, values, counted)
+        set_values((self.total, self.count), _with_batch(self.total.value, self.count.value, values, counted))
 
     def compute(self) -> jax.Array:
         """Return the mean, a float32 scalar."""
@@ -232,8 +232,8 @@ class Welford(Metric):
         mean, deviations = _deviations(values, counted, new)
         total, delta, share = _share(old, new, self.mean.value, mean)
         squares, moved = _moved(deviations, delta, share, old)
-        self.m2.value, self.mean.value = _summed(self.m2.value, self.mean.value, squares, counted, *moved)
-        self.count.value = total
+        sums = _summed(self.m2.value, self.mean.value, squares, counted, *moved)
+        set_values((self.m2, self.mean, self.count), (*sums, total))
 
     def compute(self) -> Statistics:
         """Return mean, standard error of the mean, and standard deviation; the last two are nan before any value."""
@@ -319,8 +319,7 @@ class MultiMetric(Metric):
 
 
 def _zero(*variables: MetricState) -> None:
-    for variable in variables:
-        variable.value = jnp.zeros_like(variable.value)
+    set_values(variables, [jnp.zeros_like(variable.value) for variable in variables])
 
 
 _ONE_LOGIT = """ \

@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 from ..core.differences import leaf_differences, refuse
 from ..core.errors import ArgumentError, Path, describe
 from ..core.formulas import copied
+from ..core.graph import even_if_interrupted
 from ..core.missing import MISSING
 from ..core.objects import Node
 from ..core.ops import state
@@ -49,9 +50,14 @@ def leaves_by_path(tree: Any) -> dict[Path, Any]:
 
 
 def set_values(variables: Iterable[Variable], values: Iterable[Any]) -> None:
-    """Replace the raw values of Variables."""
-    for variable, value in zip(variables, values, strict=True):
-        variable.set_raw_value(value)
+    """Replace the raw values of Variables that belong together: of all of them, if it is interrupted, or of none."""
+    pairs = list(zip(variables, values, strict=True))
+
+    def write() -> None:
+        for variable, value in pairs:
+            variable.set_raw_value(value)
+
+    even_if_interrupted(write)
 
 
 def without_aliases(values: Sequence[Any], others: Sequence[Any] = ()) -> list[Any]:

@@ -244,15 +244,36 @@ def test_a_write_that_is_interrupted_is_made_or_not(write):
     assert_made_or_not(known_net, write)
 
 
-def test_an_update_that_is_interrupted_is_made_or_not():
-    """Parameters, moments and the count of steps belong together, also where the optimizer is called eagerly."""
-    tx = optax.sgd(0.1, momentum=0.9)
+SGD = optax.sgd(0.1, momentum=0.9)
 
+
+def measured(metric):
+    metric.update(values=jnp.ones(2))
+    return metric
+
+
+UPDATES = {  # of what belongs together, also where it is called eagerly
+    "parameters, moments and the count of steps": (
+        lambda layer: nnx.Optimizer(layer, SGD),
+        lambda m: m[1].update(m[0], {"w": jnp.ones(2)}),
+    ),
+    "averages": (
+        lambda layer: nnx.EMA(Net(), 0.5, only=nnx.Param),
+        lambda m: m[1].update(jax.tree.map(lambda x: 3 * x, m[1].params)),
+    ),
+    "total and count": (lambda layer: nnx.metrics.Average(), lambda m: m[1].update(values=jnp.ones(2))),
+    "moments and count": (lambda layer: nnx.metrics.Welford(), lambda m: m[1].update(values=jnp.ones(2))),
+    "a reset": (lambda layer: measured(nnx.metrics.Welford()), lambda m: m[1].reset()),
+}
+
+
+@pytest.mark.parametrize(("made_for", "write"), UPDATES.values(), ids=UPDATES)
+def test_an_update_that_is_interrupted_is_made_or_not(made_for, write):
     def make():
         layer = Layer()
-        return nnx.List([layer, nnx.Optimizer(layer, tx)])
+        return nnx.List([layer, made_for(layer)])
 
-    assert_made_or_not(make, lambda m: m[1].update(m[0], {"w": jnp.ones(2)}))
+    assert_made_or_not(make, write)
 
 
 # What is done step by step: an interrupt may leave some of it undone.
