@@ -92,13 +92,17 @@ Rows = dict[int, tuple]  # the mapped Variables of one argument: row -> path bel
 def _by_argument(
     predicate: Predicate, rows: Sequence[int], paths: Mapping[int, tuple] | Sequence[tuple], objects: Sequence[Any]
 ) -> list[Rows]:
+    """The mapped Variables among ``rows``, in groups of which a State can be made: of one argument, at paths apart.
+
+    After the call there may be two at one path of an argument: one that it had, and a new one in its place, or below a
+    Module in the place of its Module. The new ones, whose rows are higher, are a group of their own.
+    """
     found: dict[tuple, Rows] = {}
     places, above = set[tuple](), set[tuple]()
     for i in rows:
         argument, path = paths[i][:2], paths[i][2:]
         if argument[0] != OUTPUT and predicate(path, objects[i]):
             nodes = [paths[i][:k] for k in range(len(paths[i]))]
-            # It was set in the place of another one, or of a node with others, whose paths these keep.
             is_second = paths[i] in places | above or not places.isdisjoint(nodes)
             places.add(paths[i])
             above.update(nodes)
