@@ -20,6 +20,7 @@ from ..core.differences import leaf_differences, refuse
 from ..core.errors import ArgumentError, BodyError, describe, format_path, listed
 from ..core.graph import build, pack
 from ..core.graphdef import structural_differences
+from ..core.iteration import iter_objects
 from ..core.module import Module
 from ..core.objects import Node, new_node
 from ..core.ops import clone, update
@@ -27,6 +28,7 @@ from ..core.ops import state as state_of
 from ..core.placement import placed_stack
 from ..core.rngs import Rngs, RngStream
 from ..core.state import from_flat_state, to_flat_state
+from ..core.values import as_stored
 from ..core.variables import Variable, plain_value
 from ..transforms.axes import PARTITION_NAME, AxisName, strip_axes
 from ..transforms.prefixes import StateAxes
@@ -99,11 +101,10 @@ class Stack(Module):
                 "nnx.Stack.from_layers(layers)."
             )
         self._set_up(depth, remat, policy, unroll, has_aux, partition)
-        names = {"axis_size": depth, "transform_metadata": self._metadata()}
         if rngs is None:
-            self.layers = _checked(vmap(lambda: make_layer(), **names)())
+            self.layers = _checked(vmap(lambda: make_layer(), **self._options())())
         else:
-            self.layers = _checked(vmap(lambda rngs: make_layer(rngs=rngs), **names)(rngs.fork(split=depth)))
+            self.layers = _checked(vmap(lambda rngs: make_layer(rngs=rngs), **self._options())(rngs.fork(split=depth)))
 
     @classmethod
     def from_layers(
@@ -140,19 +141,14 @@ class Stack(Module):
                 head = f"The layers of a Stack have one structure and equal shapes, but layers 0 and {i} differ:"
                 lines = [f"{format_path(x.path)}: {x.before} and {x.after}" for x in found]
                 raise ArgumentError(listed(head, lines, "Make them all alike, or keep them in a list."))
-        sample, objects = build(layout, first)
-        for x in objects:
-            if isinstance(x, Variable):
-                AxisName(partition).added_to(x, 0)
         columns = zip(*(leaves for _, leaves, _ in packed), strict=True)
-        stacked = [jax.tree.map(lambda *xs: jnp.stack(xs), *column) for column in columns]
+        stacked = [jax.tree.map(lambda *xs: jnp.stack([as_stored(x, {}) for x in xs]), *column) for column in columns]
         self = new_node(cls)
         self._set_up(len(layers), remat, policy, unroll, has_aux, partition)
-        made, objects = build(pack(sample).layout, stacked)
-        for x in objects:
+        self.layers = _checked(vmap(lambda leaves: build(layout, leaves)[0], **self._options())(stacked))
+        for _, x in iter_objects(self.layers):
             if isinstance(x, Variable):
-                x.set_raw_value(placed_stack(x.get_raw_value(), x.get_metadata(), type(x)))
-        self.layers = _checked(made)
+                x.set_raw_value(placed_stack(plain_value(x), x.get_metadata(), type(x)))
         return self
 
     def _set_up(self, depth: int, remat: Any, policy: Any, unroll: Any, has_aux: bool, partition: str | None) -> None:
@@ -165,6 +161,10 @@ class Stack(Module):
 
     def _metadata(self) -> Mapping[str, Any]:
         return {PARTITION_NAME: self.partition}
+
+    def _options(self) -> dict[str, Any]:
+        """Those of the ``vmap`` that makes the layers."""
+        return {"axis_size": self.depth, "transform_metadata": self._metadata()}
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Apply the layers, the first one to ``x``.

@@ -269,6 +269,14 @@ def test_axis_names_follow_the_axis_of_the_layers():
     assert m(jnp.ones((1, 2))).shape == (1, 2)
 
 
+def test_layers_that_keep_their_values_in_refs():
+    """The stack of them does, too."""
+    layers = [nnx.Linear(2, 2, kernel_metadata={"ref": True}, rngs=nnx.Rngs(i)) for i in range(3)]
+    m, expected, x = nnx.Stack.from_layers(layers), nnx.Sequential(*layers), jnp.ones((1, 2))
+    assert isinstance(m.layers.kernel.get_raw_value(), jax.Ref)
+    assert jnp.allclose(m(x), expected(x))
+
+
 @pytest.mark.parametrize(
     ("depth", "options", "message"),
     [
