@@ -148,9 +148,9 @@ class Optimizer(Pytree, Generic[M]):
         except (TypeError, ValueError) as error:
             error.add_note(_LABELS)
             raise
-        kept, _ = flat(opt_state)
-        _place(kept, flat(params)[0])
-        set_values(kept, without_aliases([plain_value(x) for x in kept], [plain_value(x) for x in flat(params)[0]]))
+        kept, trained = flat(opt_state)[0], flat(params)[0]
+        _place(kept, trained)
+        set_values(kept, without_aliases([plain_value(x) for x in kept], [plain_value(x) for x in trained]))
         self.step = OptState(jnp.zeros((), jnp.uint32))
         self.tx = tx
         self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
