@@ -32,7 +32,7 @@ from ..core.values import as_stored
 from ..core.variables import Variable, plain_value
 from ..transforms.axes import PARTITION_NAME, AxisName, strip_axes
 from ..transforms.prefixes import StateAxes
-from ..transforms.remat_scan import check_lengths, remat_scan
+from ..transforms.remat_scan import check_lengths, is_length, remat_scan
 from ..transforms.scan import Carry, scan
 from ..transforms.vmap import vmap
 
@@ -92,7 +92,7 @@ class Stack(Module):
         has_aux: bool = False,
         partition: str | None = None,
     ):
-        if type(depth) is not int or depth < 1:
+        if not is_length(depth):
             raise ArgumentError(f"The depth of a Stack is the number of its layers, at least 1, but got {depth!r}.")
         if isinstance(make_layer, Module):
             raise ArgumentError(
@@ -100,7 +100,7 @@ class Stack(Module):
                 "nnx.Stack(lambda rngs: Layer(..., rngs=rngs), depth, rngs=rngs), or, of layers that exist, "
                 "nnx.Stack.from_layers(layers)."
             )
-        self._set_up(depth, remat, policy, unroll, has_aux, partition)
+        self._set_up(int(depth), remat, policy, unroll, has_aux, partition)
         if rngs is None:
             self.layers = _checked(vmap(lambda: make_layer(), **self._options())())
         else:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from ..core.errors import ArgumentError
 from ..core.missing import MISSING
@@ -87,9 +88,14 @@ def check_lengths(lengths: Any) -> tuple[int, ...]:
       ArgumentError: unless they are positive numbers, at least one.
     """
     found = tuple(lengths) if isinstance(lengths, Sequence) else ()
-    if not found or any(type(n) is not int or n < 1 for n in found):
+    if not found or not all(map(is_length, found)):
         raise ArgumentError(f"remat_scan needs the lengths of its levels, such as lengths=(10, 10), got {lengths!r}.")
-    return found
+    return tuple(map(int, found))
+
+
+def is_length(n: Any) -> bool:
+    """Whether a loop can have so many iterations: a positive integer, of Python or of NumPy."""
+    return isinstance(n, int | np.integer) and type(n) is not bool and int(n) > 0
 
 
 def _nested(

@@ -269,6 +269,13 @@ def test_axis_names_follow_the_axis_of_the_layers():
     assert m(jnp.ones((1, 2))).shape == (1, 2)
 
 
+def test_numbers_of_numpy_are_numbers():
+    """As the product of a shape is one."""
+    m = stack(depth=np.prod([3, 2]), remat=(np.int64(3), 2))
+    assert (type(m.depth), m.remat, len(list(m))) == (int, (3, 2), 6)
+    assert m(X).shape == X.shape
+
+
 def test_layers_that_keep_their_values_in_refs():
     """The stack of them does, too."""
     layers = [nnx.Linear(2, 2, kernel_metadata={"ref": True}, rngs=nnx.Rngs(i)) for i in range(3)]
