@@ -62,12 +62,14 @@ def observed(method: Callable, name: str) -> Callable:
 
     IPython's ``%autoreload`` edits functions in place. It may give the wrapper the attributes of a new wrapper, so this
     looks its method up. Or it may give it the code of the edited method, without a wrapper: then the wrapper becomes
-    this method. So it has the globals of its method, and finds what it needs of this file in its closure.
+    this method. So it has the globals of its method, and the cell for its ``super()``, and finds what it needs of this
+    file in its closure.
 
     It names no parameter, not even ``self``: beartype checks the arguments of a method behind such a wrapper only.
     """
     calls = sys.modules[__name__]
     itself: list[Any] = []  # not in a cell: dill, and so datasets.map, would follow that without end
+    __class__ = None
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         method, listener = itself[0].__wrapped__, calls._active.listener
@@ -79,10 +81,19 @@ def observed(method: Callable, name: str) -> Callable:
             calls._add_note_eagerly(error, name, args, kwargs)
             calls.hide_frames(error)
             raise
+            _ = __class__  # never runs: it makes this a free variable
 
     namespace = getattr(method, "__globals__", wrapper.__globals__)
-    itself.append(types.FunctionType(wrapper.__code__, namespace, name, None, wrapper.__closure__))
+    cells, own = _cells(wrapper), _cells(method)
+    closure = tuple({**cells, "__class__": own.get("__class__", cells["__class__"])}.values())
+    itself.append(types.FunctionType(wrapper.__code__, namespace, name, None, closure))
     return functools.update_wrapper(itself[0], method)
+
+
+def _cells(function: Any) -> dict[str, types.CellType]:
+    """The closure of a function, by name; empty for another callable."""
+    closure = getattr(function, "__closure__", None)
+    return dict(zip(function.__code__.co_freevars, closure)) if closure else {}
 
 
 def _module_in(args: tuple) -> Any:

@@ -10,6 +10,7 @@ import functools
 import inspect
 import re
 import warnings
+import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from .annotations import parameters_of, signature_as_text
-from .calls import current_collector, observed, recorded_types, recorder_for
+from .calls import current_collector, is_observed, observed, recorded_types, recorder_for
 from .containers import MODULE_METHODS, Dict, List, holds_data
 from .errors import ArgumentError, Path, UsageError, accepts, describe, describe_nested, did_you_mean
 from .filters import Filter, to_predicate
@@ -83,6 +84,18 @@ class ModuleMeta(_ProtocolMeta):
         return super(_ProtocolMeta, mcs).__new__(mcs, name, bases, namespace, **kwargs)
 
 
+# The last class of each name. IPython's `%autoreload` gives the methods of the previous one the code of those of the
+# next, and fails if that has more free variables: so a method that it has edited alone has to be a wrapper again.
+_latest: dict[tuple[str, str], weakref.ref[type]] = {}
+
+
+def _observe(cls: type, take: Callable[[Any], bool] = inspect.isfunction) -> None:
+    """Wrap those functions of a class that are ``__call__`` or a public method."""
+    for name, method in list(vars(cls).items()):
+        if take(method) and (name == "__call__" or not name.startswith("_")):
+            setattr(cls, name, observed(method, name))
+
+
 class Module(Pytree, metaclass=ModuleMeta):
     """Base class of neural network layers and models.
 
@@ -110,9 +123,11 @@ class Module(Pytree, metaclass=ModuleMeta):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        for name, method in list(vars(cls).items()):
-            if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
-                setattr(cls, name, observed(method, name))
+        _observe(cls)
+        name = cls.__module__, cls.__qualname__
+        if (last := _latest.get(name)) and (previous := last()):
+            _observe(previous, lambda x: inspect.isfunction(x) and not is_observed(x))
+        _latest[name] = weakref.ref(cls)
 
     # --- training and evaluation ---
 

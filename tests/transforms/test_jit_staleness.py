@@ -842,6 +842,30 @@ def test_a_method_that_autoreload_has_edited_alone():
         assert m(1.0).tolist() == jitted(m, 1.0).tolist() == closure(1.0).tolist() == [w + 10, w + 10]
 
 
+def test_a_class_with_a_method_that_autoreload_had_edited_alone():
+    """IPython's `%autoreload` then edits the class, and fails unless the method has as many cells as its successor."""
+
+    def version(factor):
+        class Scaled(Layer):
+            def __call__(self, x):
+                return super().__repr__() and x * self.w * factor
+
+        return Scaled
+
+    def edited(self, x):
+        return x * self.w * 10.0
+
+    old = version(1.0)
+    method = vars(old)["__call__"]
+    free = dict(zip(method.__code__.co_freevars, method.__closure__))
+    assert free["__class__"].cell_contents is old  # IPython takes this cell for the `super()` of an edited method
+    type.__setattr__(old, "__call__", types.FunctionType(edited.__code__, method.__globals__))
+    m, new = old(), version(2.0)
+    assert m(1.0).tolist() == [10.0, 10.0]
+    autoreload(old, new, m)
+    assert m(1.0).tolist() == nnx.jit(lambda m: m(1.0))(m).tolist() == [2.0, 2.0]
+
+
 def test_a_base_class_that_autoreload_has_edited():
     """A class elsewhere, whose base class was edited, has the new methods, as any Python class has."""
     old, new = edited_classes()
