@@ -133,18 +133,22 @@ _NOTHING = nullcontext()
 
 # --- calls in eager code ---------------------------------------------------------------------------------------------
 
-# All wrappers have this code; those of a class that cloudpickle has brought have an equal one.
-WRAPPER: Any = observed(lambda self: None, "").__code__  # type: ignore[attr-defined]
+_WRAPPER: Any = observed(lambda self: None, "").__code__  # type: ignore[attr-defined]
+
+
+def is_wrapper(code: types.CodeType) -> bool:
+    """Whether this is the code of a wrapper, or a copy of it: cloudpickle brings one, line_profiler appends to it."""
+    return code.co_name == _WRAPPER.co_name and code.co_freevars == _WRAPPER.co_freevars
 
 
 def is_observed(method: Any) -> bool:
     """Whether this is a method whose calls are noticed."""
-    return isinstance(method, types.FunctionType) and method.__code__ == WRAPPER
+    return isinstance(method, types.FunctionType) and is_wrapper(method.__code__)
 
 
 def _from_frames() -> Listener | None:
     """A listener with the eager calls that are running in this thread; None if there are none."""
-    calls = [frame.f_locals for frame, _ in traceback.walk_stack(sys._getframe(1)) if frame.f_code == WRAPPER]
+    calls = [frame.f_locals for frame, _ in traceback.walk_stack(sys._getframe(1)) if is_wrapper(frame.f_code)]
     eager = [(_module_in(call["args"]), call["name"]) for call in calls if call["listener"] is None]
     stack = [(module, name) for module, name in eager if module is not None]
     if not stack:

@@ -26,7 +26,7 @@ from typing import Any
 
 from . import look_ups
 from .annotations import NamedTuple
-from .calls import WRAPPER, is_observed
+from .calls import is_observed, is_wrapper
 from .chains import OVER_ALL, Chain
 from .closures import RunningCode, is_lent_elsewhere
 from .identity import Identified
@@ -122,7 +122,7 @@ class _Search:
         self.look_ups_left, self.elsewhere_left = _MOST_TO_FIND, _MOST_ELSEWHERE
         self.missing = set(map(id, sought))
         self.namespace = _namespace_of(function)
-        self.running = [x for x in running if x.code != WRAPPER and not is_of_library(x.namespace)]
+        self.running = [x for x in running if not is_wrapper(x.code) and not is_of_library(x.namespace)]
         # The names in the code visited so far; and those of which methods have been searched for in all objects.
         self.names = {*names, *[name for code in self.running for name in look_ups.names_in(code.code)]}
         self.looked_for = set[str]()

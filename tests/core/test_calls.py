@@ -1,5 +1,6 @@
 """The wrapper around the methods of Modules, and who listens."""
 
+import dis
 import functools
 import inspect
 import pickle
@@ -82,6 +83,20 @@ def test_a_wrapper_names_no_parameter():
     for wrong in (lambda: checked.twice("a"), lambda: checked.twice(1, add="a")):
         with pytest.raises(beartype.roar.BeartypeCallHintParamViolation):
             wrong()
+
+
+def test_a_profiler_may_append_to_the_code_of_a_wrapper():
+    """line_profiler tells functions of the same code apart by padding; calls are noticed nonetheless."""
+
+    class Inner(nnx.Module):
+        def __call__(self):
+            return nnx.current_path()
+
+    method = vars(Inner)["__call__"]
+    method.__code__ = method.__code__.replace(co_code=method.__code__.co_code + bytes([dis.opmap["NOP"], 0]))
+    outer = nnx.Sequential(Inner())
+    assert outer() == ("layers", 0)
+    assert calls.is_observed(method)
 
 
 def test_nothing_listens_after_a_call():
