@@ -67,19 +67,18 @@ def observed(method: Callable, name: str) -> Callable:
 
     It names no parameter, not even ``self``: beartype checks the arguments of a method behind such a wrapper only.
     """
-    calls = sys.modules[__name__]
+    active, follow, leave = _active, _follow, _leave  # not this module, which dill would copy, and read back over it
     itself: list[Any] = []  # not in a cell: dill, and so datasets.map, would follow that without end
     __class__ = None
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        method, listener = itself[0].__wrapped__, calls._active.listener
+        method, listener = itself[0].__wrapped__, active.listener
         if listener is not None:
-            return calls._follow(listener, method, name, args, kwargs)
+            return follow(listener, method, name, args, kwargs)
         try:
             return method(*args, **kwargs)
         except Exception as error:  # costs nothing unless raised
-            calls._add_note_eagerly(error, name, args, kwargs)
-            calls.hide_frames(error)
+            leave(error, name, args, kwargs)
             raise
             _ = __class__  # never runs: it makes this a free variable
 
@@ -133,18 +132,6 @@ _NOTHING = nullcontext()
 
 # --- calls in eager code ---------------------------------------------------------------------------------------------
 
-_WRAPPER: Any = observed(lambda self: None, "").__code__  # type: ignore[attr-defined]
-
-
-def is_wrapper(code: types.CodeType) -> bool:
-    """Whether this is the code of a wrapper, or a copy of it: cloudpickle brings one, line_profiler appends to it."""
-    return code.co_name == _WRAPPER.co_name and code.co_freevars == _WRAPPER.co_freevars
-
-
-def is_observed(method: Any) -> bool:
-    """Whether this is a method whose calls are noticed."""
-    return isinstance(method, types.FunctionType) and is_wrapper(method.__code__)
-
 
 def _from_frames() -> Listener | None:
     """A listener with the eager calls that are running in this thread; None if there are none."""
@@ -166,6 +153,12 @@ def current_listener() -> Listener | None:
 _CALLS = "_nnx_calls"  # the attribute of an error for a listener with the eager calls that it has yet to leave
 
 
+def _leave(error: Exception, name: str, args: tuple, kwargs: dict) -> None:
+    """Prepare an error that leaves an eager call for the user."""
+    _add_note_eagerly(error, name, args, kwargs)
+    hide_frames(error)
+
+
 def _add_note_eagerly(error: Exception, name: str, args: tuple, kwargs: dict) -> None:
     """Add a note to an error that leaves an eager call; frames and model are searched once for all levels."""
     module = _module_in(args)
@@ -180,6 +173,19 @@ def _add_note_eagerly(error: Exception, name: str, args: tuple, kwargs: dict) ->
     if len(listener.stack) > 1:
         listener.stack.pop()
         vars(error)[_CALLS] = listener
+
+
+_WRAPPER: Any = observed(lambda self: None, "").__code__  # type: ignore[attr-defined]
+
+
+def is_wrapper(code: types.CodeType) -> bool:
+    """Whether this is the code of a wrapper, or a copy of it: cloudpickle brings one, line_profiler appends to it."""
+    return code.co_name == _WRAPPER.co_name and code.co_freevars == _WRAPPER.co_freevars
+
+
+def is_observed(method: Any) -> bool:
+    """Whether this is a method whose calls are noticed."""
+    return isinstance(method, types.FunctionType) and is_wrapper(method.__code__)
 
 
 # --- who listens -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import nnxlib as nnx
-from nnxlib.core.calls import is_observed
+from nnxlib.core import calls
 
 
 @jax.jit
@@ -164,7 +164,7 @@ def test_a_program_is_sent_to_another_process():
     *doubles, outer = cloudpickle.loads(sent)
     for double in doubles:
         assert double(3.0) == 6
-    assert is_observed(type(outer).__call__)
+    assert calls.is_observed(type(outer).__call__)
     assert outer(None) == ("inner",)
     with pytest.raises(AttributeError) as caught:
         outer("text")
@@ -179,7 +179,9 @@ def test_dill_follows_the_functions_of_a_module():
         def __call__(self, x):
             return 2 * x
 
+    before = dict(vars(calls))
     assert dill.loads(dill.dumps(Doubling(), recurse=True))(1) == 2
+    assert all(vars(calls)[name] is value for name, value in before.items())
 
 
 def lambda_free(x):
