@@ -18,6 +18,7 @@ from .data import data, declares, explicit_mark, is_data, mark_of, static, undec
 from .finding import reachable
 from .generics import A
 from .identity import change
+from .missing import MISSING
 from .objects import (
     SLOTS,
     AttributeView,
@@ -216,17 +217,20 @@ class List(_Container, ListSlots[A], list[A], HasAttributes):  # type: ignore[mi
     def insert(self, index: SupportsIndex, value: A) -> None:
         _insert(self, index, value)
 
-    def extend(self, it: Iterable[A], /) -> None:
-        _extend(self, declared_items(it))
+    def extend(self, values: Iterable[A]) -> None:
+        _extend(self, declared_items(values))
 
-    def __iadd__(self, it: Iterable[A], /) -> Any:
-        self.extend(it)
+    def __iadd__(self, values: Iterable[A], /) -> Any:
+        self.extend(values)
         return self
+
+    def pop(self, index: SupportsIndex = -1) -> A:
+        return _pop(self, index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         _set_item(self, index, declared_items(value) if isinstance(index, slice) else value)
 
-    def remove(self, value: A, /) -> None:
+    def remove(self, value: A) -> None:
         del self[self.index(value)]
 
     def sort(self, *, key: Callable[[A], Any] | None = None, reverse: bool = False) -> None:
@@ -256,7 +260,8 @@ _set_item = _tracking("__setitem__", list.__setitem__, slice(1, 2))
 _append = _tracking("append", list.append, slice(0, 1))
 _insert = _tracking("insert", list.insert, slice(1, 2))
 _extend = _tracking("extend", list.extend, slice(0, 1))
-_track(List, list, ("pop", "clear", "reverse", "__delitem__", "__imul__"))
+_pop = _tracking("pop", list.pop, slice(0, 0))
+_track(List, list, ("clear", "reverse", "__delitem__", "__imul__"))
 
 
 class ItemView(AttributeView):
@@ -311,6 +316,17 @@ class Dict(_Container, DictSlots[A], dict[str, A], Node):  # type: ignore[misc]
     def _nnx_fill(self, items: dict[Any, Any]) -> None:
         in_one_step((dict.clear, self), (dict.update, self, items))
 
+    # A dict takes these defaults by position only; the Dict of flax.nnx by name, too.
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return dict.get(self, key, default)
+
+    def pop(self, key: str, default: Any = MISSING) -> Any:
+        return _dict_pop(self, key) if default is MISSING else _dict_pop(self, key, default)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        return _set_default(self, key, default)
+
     def update(self, /, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
@@ -353,8 +369,10 @@ class Dict(_Container, DictSlots[A], dict[str, A], Node):  # type: ignore[misc]
         change(self, object.__setattr__, self, "_nnx_marks", state)
 
 
-_track(Dict, dict, ("__setitem__", "setdefault"), slice(1, 2))
-_track(Dict, dict, ("__delitem__", "pop", "popitem", "clear"))
+_set_default = _tracking("setdefault", dict.setdefault, slice(1, 2))
+_dict_pop = _tracking("pop", dict.pop, slice(0, 0))
+_track(Dict, dict, ("__setitem__",), slice(1, 2))
+_track(Dict, dict, ("__delitem__", "popitem", "clear"))
 
 CONTAINERS[list], CONTAINERS[dict] = List, Dict
 

@@ -868,3 +868,18 @@ def test_the_names_in_a_list_are_its_items_and_attributes():
     layers.rate = 0.5
     assert list(vars(layers)) == ["0", "1", "rate"]
     assert {"a": 1} | vars(layers) == {"a": 1, "0": 1, "1": 2, "rate": 0.5}
+
+
+def test_methods_take_their_arguments_by_name():
+    """As those of flax.nnx, though not those of list and dict; each notes the change, and the trace, as ever."""
+    layers, heads = nnx.List([nnx.Param(float(k)) for k in range(3)]), nnx.Dict(a=nnx.Param(1.0))
+    graphdef = nnx.graphdef((layers, heads))
+    layers.extend(values=[nnx.Param(3.0)])
+    layers.remove(value=layers[1])
+    assert (layers.pop(index=0).value, layers.pop().value, len(layers)) == (0.0, 3.0, 1)
+    assert (heads.get("b", default=2), heads.pop("b", default=3), heads.get("b")) == (2, 3, None)
+    assert (heads.setdefault("b", default=4), heads.setdefault(key="c"), heads.pop(key="b")) == (4, None, 4)
+    assert list(heads) == ["a", "c"]
+    assert nnx.graphdef((layers, heads)) != graphdef
+    with pytest.raises(KeyError, match="b"):
+        heads.pop("b")
