@@ -42,7 +42,7 @@ from .static import Const
 from .tables import build_described, table_of
 from .tracing import Tracer, at_top_level, boundary, current_trace
 from .values import all_unshared
-from .variables import Intermediate, RngKey, Variable, plain_value
+from .variables import Intermediate, RngKey, Variable, plain_value, stored_value
 
 A = TypeVar("A")
 
@@ -508,7 +508,7 @@ as_pure = pure
 
 @boundary
 def flatten(node: A, /, *, with_paths: bool = True) -> tuple[GraphDef[A], Any]:
-    """Split into a GraphDef and a FlatState (with ``with_paths=False``, the list of its leaves).
+    """Split into a GraphDef and a FlatState (with ``with_paths=False``, the list of the values in its leaves).
 
     >>> import nnxlib as nnx
     >>> graphdef, flat = nnx.flatten(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
@@ -517,16 +517,16 @@ def flatten(node: A, /, *, with_paths: bool = True) -> tuple[GraphDef[A], Any]:
     """
     layout, leaves, _ = _packed(node)
     flat = FlatState(zip(layout.leaf_paths, copies_of(layout, leaves), strict=True), sort=True)
-    return graphdef_of(layout, leaves), flat if with_paths else flat.leaves
+    return graphdef_of(layout, leaves), flat if with_paths else [stored_value(leaf) for leaf in flat.leaves]
 
 
 @boundary
 def unflatten(graphdef: GraphDef[A], state: Any, /) -> A:
-    """Merge a GraphDef with a State, a FlatState, or the list of leaves that :func:`flatten` returned.
+    """Merge a GraphDef with a State, a FlatState, or the list of values that :func:`flatten` returned.
 
     >>> import nnxlib as nnx
-    >>> graphdef, leaves = nnx.flatten(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), with_paths=False)
-    >>> nnx.unflatten(graphdef, leaves).kernel.shape
+    >>> graphdef, values = nnx.flatten(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), with_paths=False)
+    >>> nnx.unflatten(graphdef, values).kernel.shape
     (2, 3)
     """
     return merge(graphdef, flat_state_of(graphdef.layout, state) if isinstance(state, list) else state)

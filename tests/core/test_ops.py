@@ -1095,11 +1095,12 @@ def test_variables_is_state():
 
 
 def test_flatten_and_unflatten():
-    """A GraphDef with a FlatState, or with the list of leaves."""
+    """A GraphDef with a FlatState, or with a list of values."""
     m = Net()
     graphdef, flat = nnx.flatten(m)
     assert (list(flat.paths), nnx.state(nnx.unflatten(graphdef, flat)) == nnx.state(m)) == (PATHS, True)
     graphdef, leaves = nnx.flatten(m, with_paths=False)
+    assert not any(isinstance(x, nnx.Variable) for x in leaves)
     assert nnx.state(nnx.unflatten(graphdef, leaves)) == nnx.state(m)
     assert nnx.state(nnx.unflatten(graphdef, nnx.state(m))) == nnx.state(m)
     with pytest.raises(ValueError, match=rf"Expected {len(PATHS)} leaves, .* got {len(PATHS) - 1}"):
@@ -1109,8 +1110,7 @@ def test_flatten_and_unflatten():
 def test_unflatten_takes_raw_values_that_are_containers():
     """In a list for `merge` a dict is a State; of `unflatten` it can only be a value."""
     m = nnx.Dict(a=nnx.Variable({"x": jnp.ones(1)}), b=nnx.Variable((1.0, 2.0)))
-    graphdef, leaves = nnx.flatten(m, with_paths=False)
-    new = nnx.unflatten(graphdef, [x.get_raw_value() for x in leaves])
+    new = nnx.unflatten(*nnx.flatten(m, with_paths=False))
     assert new.b.get_value() == (1.0, 2.0)
     assert new.a.get_value()["x"] == 1
 
