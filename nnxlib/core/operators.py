@@ -159,7 +159,8 @@ def _add_operators() -> None:
     methods |= {"__divmod__": forward(divmod), "__rdivmod__": reflected(divmod)}
     methods |= {f"__{name}__": forward(getattr(operator, name)) for name in "lt le eq ne gt ge".split()}
     methods |= {f"__{name}__": unary(getattr(operator, name)) for name in "neg pos abs invert index".split()}
-    methods |= {f"__{op.__name__}__": unary(op) for op in (int, float, complex, round, math.trunc)}
+    methods |= {f"__{op.__name__}__": unary(op) for op in (int, float, complex, math.trunc)}
+    methods["__round__"] = lambda self, ndigits=0: round(self.get_value(), ndigits)  # floats stay floats
     for name, method in methods.items():
         method.__name__, method.__qualname__ = name, f"Variable.{name}"
         setattr(ArrayOperators, name, method)

@@ -81,7 +81,8 @@ def test_conversions_to_python_numbers():
     """bool, int, float, complex, index, round and the functions of math read the value."""
     v = nnx.Param(jnp.array(2.75))
     assert (bool(v), int(v), float(v), complex(v)) == (True, 2, 2.75, 2.75 + 0j)
-    assert round(v, 1).item() == round(v.value, 1).item()
+    assert round(v, 1).item() == v.__round__(ndigits=1).item() == round(v.value, 1).item()
+    assert (round(v).dtype, round(v).item()) == (jnp.float32, 3.0)  # no integer, whose derivative would be 0
     assert (math.floor(v), math.sqrt(nnx.Param(jnp.array(4.0)))) == (2, 2.0)
     assert (math.trunc(nnx.Param(-2.75)), math.trunc(nnx.Param(np.float64(2.75)))) == (-2, 2)
     assert [10, 20, 30][nnx.Param(jnp.array(1))] == 20
