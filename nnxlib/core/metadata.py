@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from jax.experimental.layout import Format
@@ -62,10 +63,13 @@ class VariableMetadata(Generic[A]):
             for name in HOOKS:
                 setattr(self, name, getattr(self, name) or getattr(raw_value, name))
 
-    def all_metadata(self) -> dict[str, Any]:
-        """Return the metadata and the hooks in one dict, as a Variable takes them."""
+    def all_metadata(self, given: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        """Return the hooks and the metadata in one dict, with those that a Variable is given beside this value.
+
+        As in flax.nnx, the hooks given there replace these, and these metadata replace those given there.
+        """
         hooks = {name: getattr(self, name) for name in HOOKS if getattr(self, name)}
-        return {**self.metadata, **hooks}
+        return {**hooks, **given, **self.metadata}
 
     def __repr__(self) -> str:
         return f"VariableMetadata({self.raw_value!r}, {self.all_metadata()!r})"

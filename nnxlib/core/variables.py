@@ -58,7 +58,8 @@ class Variable(ArrayOperators[A], VariableSlots):
     """A mutable box with a value of type ``A`` and static metadata.
 
     Args:
-      value: an array or any pytree; or a :class:`VariableMetadata`, whose metadata is merged in.
+      value: an array or any pytree; or a :class:`VariableMetadata`, whose metadata is merged in and, where ``metadata``
+        has the same names, replaces it; for hooks it is the other way round.
       **metadata: static values, readable as attributes; ``on_get_value(variable, value)``, ``on_set_value``,
         ``on_create_value``, ``on_add_axis(variable, index, name)`` and ``on_remove_axis`` are hooks (a function or a
         sequence of them), which a subclass may also define as methods. With ``ref=True`` the array is kept in a
@@ -86,7 +87,7 @@ class Variable(ArrayOperators[A], VariableSlots):
             self.copy_from(made)
             return
         if isinstance(value, VariableMetadata):
-            metadata = {**value.all_metadata(), **metadata}
+            metadata = value.all_metadata(metadata)
             value = value.raw_value
         class_hooks = type(self)._class_hooks
         if class_hooks:

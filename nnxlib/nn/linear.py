@@ -282,7 +282,7 @@ class LinearGeneral(Module):
 def reshaped(value: Any, shape: tuple[int, ...], metadata: Metadata) -> Param:
     """A Param with an initializer's value in this shape; its metadata, which may come with the value, is about that."""
     if isinstance(value, VariableMetadata):
-        value, metadata = value.raw_value, {**value.all_metadata(), **metadata}
+        value, metadata = value.raw_value, value.all_metadata(metadata)
     return Param(reshape(value, shape=shape), **metadata)
 
 

@@ -15,11 +15,13 @@ from nnxlib.core.metadata import HOOKS
 
 
 def test_with_metadata_attaches_to_the_variable_made_from_an_initializer():
-    """The boxed value carries metadata and hooks; explicit arguments of the constructor win."""
-    hook = lambda v, x: x
+    """The boxed value carries metadata and hooks. As in flax.nnx, its metadata win over those that the constructor is
+    given, such as the `kernel_metadata` of a layer; hooks that the constructor is given win over its own."""
+    hook, other = lambda v, x: x, lambda v, x: x
     init = nnx.with_metadata(lambda key, shape: jnp.zeros(shape), sharding=("a",), layer=1, on_set_value=hook)
-    v = nnx.Param(init(None, (2,)), layer=2)
-    assert (v.shape, v.sharding_names, v.layer, v.get_metadata("on_set_value")) == ((2,), ("a",), 2, (hook,))
+    v = nnx.Param(init(None, (2,)), layer=2, sharding_names=("b",), rate=3)
+    assert (v.shape, v.sharding_names, v.layer, v.get_metadata("on_set_value")) == ((2,), ("a",), 1, (hook,))
+    assert (v.rate, nnx.Param(init(None, (2,)), on_set_value=other).get_metadata("on_set_value")) == (3, other)
 
 
 def test_hooks_may_be_given_by_position():
