@@ -20,9 +20,9 @@ import functools
 import operator
 import types
 import weakref
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -192,12 +192,12 @@ class _Freezer:
             if isinstance(value, base):
                 return kind, (RULES[base](self, value), self.mapping(dict_of(value) or {}))
         if isinstance(value, dict):
-            if _is_record(value):
-                self.by_items.append(value)
-                value = dict(value)  # which has a method `items`, not the item of that name
-            elif not issubclass(kind, Identified):  # attributes are not compared; what has a hash is not copied
+            if not issubclass(kind, Identified):  # attributes are not compared; what has a hash is not copied
                 self.parts += filter(has_hash, (dict_of(value) or {}).values())
             made_of = self.freeze(value.default_factory) if isinstance(value, defaultdict) else None
+            if kind not in DICTS and not hasattr(kind, "__deepcopy__"):
+                self.by_items.append(value)
+                value = dict(value)  # which has a method `items`, not the item of that name
             return kind, (made_of, self.mapping(value))
         if isinstance(value, Mapping) and kind.__hash__ is None:
             return kind, self.mapping(value)
@@ -345,6 +345,9 @@ class _MetadataFreezer(_Freezer):
 MUTABLE_CONTAINERS = list, set, deque, bytearray, np.ndarray  # those of a subclass: by items and attributes
 
 
+DICTS = defaultdict, OrderedDict, dict  # a subclass may refuse to be edited, or have its items for attributes
+
+
 RULES: dict[type, Callable[[_Freezer, Any], Hashable]] = {
     float: lambda self, value: value.hex(),  # which tells 0.0 from -0.0, and nan equals itself
     complex: lambda self, value: (value.real.hex(), value.imag.hex()),
@@ -383,43 +386,38 @@ _FLAT = ATOMS | {float, complex}
 def _copy(value: Any, parts: Sequence[Any], by_items: Sequence[Any]) -> tuple[Any, list[Any]]:
     """A copy with the same ``parts``; and the copies in it of what is not left to deepcopy, ``by_items``.
 
-    It would fail to copy views of dicts (``MappingProxyType``), and dicts whose attributes are their items; and it
-    calls six functions for each item of what is flat.
+    It would fail to copy views of dicts (``MappingProxyType``), and dicts of some subclasses, whose methods it calls;
+    and it calls six functions for each item of what is flat.
     """
     made = list(map(_begun, by_items))
-    copies = [new for new, _ in made]
+    copies = [new for new, _, _ in made]
     memo = {id(part): part for part in parts} | dict(zip(map(id, by_items), copies, strict=True))
-    for old, (new, items) in zip(by_items, made, strict=True):
+    for old, (new, items, base) in zip(by_items, made, strict=True):
         if items is None:
             continue
         if isinstance(old, dict) and _is_its_own_dict(old):
             object.__setattr__(new, "__dict__", new)
         elif isinstance(old, dict):
-            for name, x in state_of(old).items():
+            factory = {"default_factory": old.default_factory} if isinstance(old, defaultdict) else {}
+            for name, x in (state_of(old) | factory).items():
                 object.__setattr__(new, name, copy.deepcopy(x, memo))
-        items |= {copy.deepcopy(key, memo): copy.deepcopy(item, memo) for key, item in dict(old).items()}
+        for key, item in dict(old).items():
+            base.__setitem__(items, copy.deepcopy(key, memo), copy.deepcopy(item, memo))
     return copy.deepcopy(value, memo), copies
 
 
-def _begun(x: Any) -> tuple[Any, dict | None]:
-    """An empty view or dict of the same type, and the dict that its items are in; of what is flat a copy, and None."""
+def _begun(x: Any) -> tuple[Any, dict | None, type[dict]]:
+    """An empty view or dict of the same type, the dict that its items are in, and the class that sets them.
+
+    Of what is flat a copy, and None.
+    """
     if type(x) in _COPIED_BY_C:
-        return x.copy(), None
+        return x.copy(), None, dict
     if type(x) is types.MappingProxyType:
-        return types.MappingProxyType(items := {}), items
-    new = cast(Any, type(x)).__new__(type(x))
-    return new, new
-
-
-def _is_record(value: dict) -> bool:
-    """Whether the attributes of a dict are its items, by ``self.__dict__ = self`` or ``__getattr__ = __getitem__``."""
-    if _is_its_own_dict(value):
-        return True
-    try:
-        getattr(value, "__deepcopy__", None)
-    except Exception:  # of the search among its items, such as a KeyError
-        return True
-    return False
+        return types.MappingProxyType(items := {}), items, dict
+    base = next(base for base in DICTS if isinstance(x, base))
+    new = base.__new__(type(x))
+    return new, new, base
 
 
 def _is_its_own_dict(value: dict) -> bool:

@@ -698,6 +698,69 @@ def test_changes_of_a_dict_whose_attributes_are_its_items_are_seen(kind):
     assert "config" in repr(nnx.graphdef(net))
 
 
+class Frozen(dict):
+    """A configuration that refuses to be edited, by which ``copy.deepcopy`` would fill its copy."""
+
+    def __setitem__(self, key, value):
+        raise TypeError("Frozen is immutable")
+
+
+class FrozenOrdered(OrderedDict):
+    """Another, as some pipelines keep it: once made; its items are attributes, too."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        vars(self).update(self, frozen=True)
+
+    def __setitem__(self, key, value):
+        if vars(self).get("frozen"):
+            raise TypeError("FrozenOrdered is immutable")
+        super().__setitem__(key, value)
+
+
+class Named(OrderedDict):
+    """One whose constructor wants a name; deepcopy calls it without."""
+
+    def __init__(self, name, items):
+        super().__init__(items)
+        self.name = name
+
+
+class Counted(defaultdict):
+    """One that counts what is set, and makes what is missing."""
+
+    count = 0
+
+    def __setitem__(self, key, value):
+        self.count += 1
+        super().__setitem__(key, value)
+
+
+@pytest.mark.parametrize(
+    "make", [Frozen, FrozenOrdered, functools.partial(Named, "config"), functools.partial(Counted, list)]
+)
+def test_a_dict_is_copied_whatever_its_methods_do(make):
+    items = {"size": 2, "sizes": [1]}
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.config, self.w = make(items), nnx.Param(jnp.float32(3))
+
+        def __call__(self):
+            return self.w * self.config["size"] * len(self.config["sizes"])
+
+    net = Net()
+    copied = nnx.merge(*nnx.split(net)), nnx.clone(net)
+    items["sizes"].append(2)
+    assert nnx.jit(net)() == net() == 12
+    assert [nnx.jit(model)() for model in copied] == [6, 6]
+    for config in (model.config for model in copied):
+        assert type(config) is type(net.config)
+        assert list(config.items()) == [("size", 2), ("sizes", [1])]
+        assert vars(config) == {**vars(net.config), **({"sizes": [1]} if "sizes" in vars(net.config) else {})}
+    assert [model.config["more"] for model in copied if hasattr(net.config, "default_factory")] in ([], [[], []])
+
+
 def test_a_view_of_a_dict_is_copied_with_its_items():
     """Else a second model with an equal view would be given that of the first, whose dict may have changed since."""
 
