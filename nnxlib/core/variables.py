@@ -177,13 +177,14 @@ class Variable(ArrayOperators[A], VariableSlots):
             notice(self)
         return self._cell.value
 
-    def set_raw_value(self, value: A) -> None:
+    def set_raw_value(self, value: A, *, _unsafe_bypass_check: bool = False) -> None:
         """Replace the value without hooks.
 
         Raises:
           TraceContextError: under another trace than the one that made this Variable.
         """
-        self.check_writable()
+        if not _unsafe_bypass_check or isinstance(value, Tracer):  # the keyword is of flax.nnx, see `_raw_value`
+            self.check_writable()
         self._store(value.get_raw_value() if isinstance(value, Variable) else value)
 
     def _store(self, value: Any) -> None:

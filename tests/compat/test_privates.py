@@ -307,6 +307,17 @@ def test_a_traced_value_is_not_put_into_a_live_variable():
     assert weight._raw_value is one
 
 
+def test_a_value_is_put_back_under_any_trace():
+    """As libraries do that stage the moments of an optimizer in other memory, and roll that back if it fails."""
+    param, one = nnx.Param(jnp.zeros(2)), jnp.ones(2)
+    with pytest.raises(nnx.TraceContextError):
+        jax.eval_shape(lambda: nnx.Variable.set_raw_value(param, one))
+    jax.eval_shape(lambda: nnx.Variable.set_raw_value(param, one, _unsafe_bypass_check=True))
+    assert param.get_raw_value() is one
+    with pytest.raises(nnx.TraceContextError):  # a tracer would leak
+        jax.jit(lambda x: param.set_raw_value(x, _unsafe_bypass_check=True))(one)
+
+
 def test_a_bound_method_is_taken_apart():
     """For a transform that treats the Module otherwise than the other arguments; other callables stay whole."""
     from nnxlib.transforms.transforms import _resolve_bound_callable
