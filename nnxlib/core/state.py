@@ -71,7 +71,8 @@ class State(MutableMapping[K, V]):
     _mapping: dict[K, Any]
     _source: Any  # takes the place of the mapping until the State is first looked into: its ``nest`` makes the mapping
 
-    def __init__(self, mapping: Mapping[K, Any] | Iterable[tuple[K, Any]], /):
+    def __init__(self, mapping: Mapping[K, Any] | Iterable[tuple[K, Any]], /, *, _copy: bool = True):
+        del _copy  # a keyword of flax.nnx that published code passes; the levels are copied either way
         try:
             levels = mapping if isinstance(mapping, Mapping) else dict(mapping)
         except (TypeError, ValueError):

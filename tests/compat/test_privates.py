@@ -318,6 +318,17 @@ def test_a_value_is_put_back_under_any_trace():
         jax.jit(lambda x: param.set_raw_value(x, _unsafe_bypass_check=True))(one)
 
 
+def test_a_state_is_made_of_levels_that_need_no_copy():
+    """Said by a private keyword, by code that divides the parameters of an adversarial model among two optimizers."""
+    params = nnx.state(nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Linear(2, 1, rngs=nnx.Rngs(1))))
+    levels = params.to_pure_dict()["layers"]
+    for copy in (True, False):
+        state = nnx.State({"layers": {0: levels[0]}}, _copy=copy)
+        assert jax.tree.leaves(state) == jax.tree.leaves(levels[0])
+        both = nnx.merge_state(state, nnx.State({"layers": {1: levels[1]}}, _copy=copy))
+        assert both.to_pure_dict() == {"layers": levels}
+
+
 def test_a_bound_method_is_taken_apart():
     """For a transform that treats the Module otherwise than the other arguments; other callables stay whole."""
     from nnxlib.transforms.transforms import _resolve_bound_callable
