@@ -257,15 +257,22 @@ class Variable(ArrayOperators[A], VariableSlots):
 
     var_type = type
 
-    def get_metadata(self, name: str | None = None, default: Any = MISSING) -> Any:
+    def get_metadata(
+        self, name: str | None = None, default: Any = MISSING, *, exclude_required: bool | None = None
+    ) -> Any:
         """Return a copy of all metadata; with ``name``, that entry, or else ``default``.
+
+        With ``exclude_required`` all but how the value is kept: ``ref``, ``hijax`` and ``eager_sharding``.
 
         Raises:
           KeyError: if there is no entry ``name``, and no default.
         """
         notice(self)
         if name is None:
-            return dict(self._metadata)
+            found = dict(self._metadata)
+            for key in ("ref", "hijax", "eager_sharding") if exclude_required else ():
+                found.pop(key, None)
+            return found
         key = canonical_name(name)
         if key in self._metadata:
             return self._metadata[key]

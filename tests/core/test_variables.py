@@ -227,6 +227,14 @@ def test_get_metadata_is_a_copy():
     assert v.a == 1
 
 
+def test_how_the_value_is_kept_can_be_left_out_of_the_metadata():
+    """So that a Variable of another value is made with the rest."""
+    v = nnx.Param(jnp.ones(2), tag="a", eager_sharding=False, hijax=False, ref=True)
+    assert v.get_metadata(exclude_required=True) == {"tag": "a"}
+    assert v.get_metadata(exclude_required=False) == v.get_metadata() != {"tag": "a"}
+    assert nnx.Param(jnp.ones(2), tag="b").get_metadata(exclude_required=True) == {"tag": "b"}
+
+
 def test_metadata_under_the_name_that_pipelines_read_can_be_edited():
     """Code that takes a State apart into lists makes each Variable again from its class and these."""
     variable = nnx.Param(jnp.ones(2), out_sharding=("data",), layer="first")
