@@ -190,12 +190,14 @@ class _Freezer:
             return kind, self.items(value)
         for base in MUTABLE_CONTAINERS:
             if isinstance(value, base):
+                if base is list and not hasattr(kind, "__deepcopy__"):
+                    self.by_items.append(value)
                 return kind, (RULES[base](self, value), self.mapping(dict_of(value) or {}))
         if isinstance(value, dict):
             if not issubclass(kind, Identified):  # attributes are not compared; what has a hash is not copied
                 self.parts += filter(has_hash, (dict_of(value) or {}).values())
             made_of = self.freeze(value.default_factory) if isinstance(value, defaultdict) else None
-            if kind not in DICTS and not hasattr(kind, "__deepcopy__"):
+            if kind not in FILLED and not hasattr(kind, "__deepcopy__"):
                 self.by_items.append(value)
                 value = dict(value)  # which has a method `items`, not the item of that name
             return kind, (made_of, self.mapping(value))
@@ -345,7 +347,7 @@ class _MetadataFreezer(_Freezer):
 MUTABLE_CONTAINERS = list, set, deque, bytearray, np.ndarray  # those of a subclass: by items and attributes
 
 
-DICTS = defaultdict, OrderedDict, dict  # a subclass may refuse to be edited, or have its items for attributes
+FILLED = defaultdict, OrderedDict, dict, list  # a subclass may refuse to be edited, or have its items for attributes
 
 
 RULES: dict[type, Callable[[_Freezer, Any], Hashable]] = {
@@ -386,8 +388,8 @@ _FLAT = ATOMS | {float, complex}
 def _copy(value: Any, parts: Sequence[Any], by_items: Sequence[Any]) -> tuple[Any, list[Any]]:
     """A copy with the same ``parts``; and the copies in it of what is not left to deepcopy, ``by_items``.
 
-    It would fail to copy views of dicts (``MappingProxyType``), and dicts of some subclasses, whose methods it calls;
-    and it calls six functions for each item of what is flat.
+    It would fail to copy views of dicts (``MappingProxyType``), and dicts and lists of some subclasses, whose methods
+    it calls; and it calls six functions for each item of what is flat.
     """
     made = list(map(_begun, by_items))
     copies = [new for new, _, _ in made]
@@ -397,17 +399,19 @@ def _copy(value: Any, parts: Sequence[Any], by_items: Sequence[Any]) -> tuple[An
             continue
         if isinstance(old, dict) and _is_its_own_dict(old):
             object.__setattr__(new, "__dict__", new)
-        elif isinstance(old, dict):
+        elif type(old) is not types.MappingProxyType:
             factory = {"default_factory": old.default_factory} if isinstance(old, defaultdict) else {}
             for name, x in (state_of(old) | factory).items():
                 object.__setattr__(new, name, copy.deepcopy(x, memo))
-        for key, item in dict(old).items():
+        if base is list:
+            list.extend(items, [copy.deepcopy(item, memo) for item in old])
+        for key, item in () if base is list else dict(old).items():
             base.__setitem__(items, copy.deepcopy(key, memo), copy.deepcopy(item, memo))
     return copy.deepcopy(value, memo), copies
 
 
-def _begun(x: Any) -> tuple[Any, dict | None, type[dict]]:
-    """An empty view or dict of the same type, the dict that its items are in, and the class that sets them.
+def _begun(x: Any) -> tuple[Any, Any, Any]:
+    """An empty view, dict or list of the same type, what its items are in, and the class that sets them.
 
     Of what is flat a copy, and None.
     """
@@ -415,7 +419,7 @@ def _begun(x: Any) -> tuple[Any, dict | None, type[dict]]:
         return x.copy(), None, dict
     if type(x) is types.MappingProxyType:
         return types.MappingProxyType(items := {}), items, dict
-    base = next(base for base in DICTS if isinstance(x, base))
+    base: Any = next(base for base in FILLED if isinstance(x, base))
     new = base.__new__(type(x))
     return new, new, base
 

@@ -761,6 +761,35 @@ def test_a_dict_is_copied_whatever_its_methods_do(make):
     assert [model.config["more"] for model in copied if hasattr(net.config, "default_factory")] in ([], [[], []])
 
 
+class FrozenList(list):
+    """A list that refuses to be edited, once made."""
+
+    def __init__(self, items, unit):
+        super().__init__(items)
+        self.unit = unit
+
+    def append(self, item):
+        raise TypeError("FrozenList is immutable")
+
+    extend = __setitem__ = append
+
+
+def test_a_list_is_copied_whatever_its_methods_do():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.sizes, self.w = FrozenList([2, [1]], "m"), nnx.Param(jnp.float32(3))
+
+        def __call__(self):
+            return self.w * self.sizes[0] * len(self.sizes[1])
+
+    net = Net()
+    copied = nnx.merge(*nnx.split(net)), nnx.clone(net)
+    net.sizes[1].append(2)
+    assert nnx.jit(net)() == net() == 12
+    assert [nnx.jit(model)() for model in copied] == [6, 6]
+    assert [(type(model.sizes), model.sizes, model.sizes.unit) for model in copied] == [(FrozenList, [2, [1]], "m")] * 2
+
+
 def test_a_view_of_a_dict_is_copied_with_its_items():
     """Else a second model with an equal view would be given that of the first, whose dict may have changed since."""
 
