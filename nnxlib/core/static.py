@@ -197,7 +197,7 @@ class _Freezer:
             if not issubclass(kind, Identified):  # attributes are not compared; what has a hash is not copied
                 self.parts += filter(has_hash, (dict_of(value) or {}).values())
             made_of = self.freeze(value.default_factory) if isinstance(value, defaultdict) else None
-            if kind not in FILLED and not hasattr(kind, "__deepcopy__"):
+            if not hasattr(kind, "__deepcopy__"):
                 self.by_items.append(value)
                 value = dict(value)  # which has a method `items`, not the item of that name
             return kind, (made_of, self.mapping(value))
@@ -347,9 +347,6 @@ class _MetadataFreezer(_Freezer):
 MUTABLE_CONTAINERS = list, set, deque, bytearray, np.ndarray  # those of a subclass: by items and attributes
 
 
-FILLED = defaultdict, OrderedDict, dict, list  # a subclass may refuse to be edited, or have its items for attributes
-
-
 RULES: dict[type, Callable[[_Freezer, Any], Hashable]] = {
     float: lambda self, value: value.hex(),  # which tells 0.0 from -0.0, and nan equals itself
     complex: lambda self, value: (value.real.hex(), value.imag.hex()),
@@ -391,37 +388,42 @@ def _copy(value: Any, parts: Sequence[Any], by_items: Sequence[Any]) -> tuple[An
     It would fail to copy views of dicts (``MappingProxyType``), and dicts and lists of some subclasses, whose methods
     it calls; and it calls six functions for each item of what is flat.
     """
-    made = list(map(_begun, by_items))
-    copies = [new for new, _, _ in made]
+    begun = list(map(_begun, by_items))
+    copies = [new for new, _ in begun]
     memo = {id(part): part for part in parts} | dict(zip(map(id, by_items), copies, strict=True))
-    for old, (new, items, base) in zip(by_items, made, strict=True):
-        if items is None:
-            continue
-        if isinstance(old, dict) and _is_its_own_dict(old):
-            object.__setattr__(new, "__dict__", new)
-        elif type(old) is not types.MappingProxyType:
-            factory = {"default_factory": old.default_factory} if isinstance(old, defaultdict) else {}
-            for name, x in (state_of(old) | factory).items():
-                object.__setattr__(new, name, copy.deepcopy(x, memo))
-        if base is list:
-            list.extend(items, [copy.deepcopy(item, memo) for item in old])
-        for key, item in () if base is list else dict(old).items():
-            base.__setitem__(items, copy.deepcopy(key, memo), copy.deepcopy(item, memo))
-    return copy.deepcopy(value, memo), copies
+    copied = functools.partial(copy.deepcopy, memo=memo)
+    for old, (new, items) in zip(by_items, begun, strict=True):
+        if items is new:
+            _copy_attributes(old, new, copied)
+        if isinstance(items, list):
+            list.extend(items, map(copied, old))
+        elif items is not None:
+            put = OrderedDict.__setitem__ if isinstance(items, OrderedDict) else dict.__setitem__
+            for key, item in dict(old).items():
+                put(items, copied(key), copied(item))
+    return copied(value), copies
 
 
-def _begun(x: Any) -> tuple[Any, Any, Any]:
-    """An empty view, dict or list of the same type, what its items are in, and the class that sets them.
-
-    Of what is flat a copy, and None.
-    """
+def _begun(x: Any) -> tuple[Any, list | dict | None]:
+    """An empty view, dict or list of the same type, and what its items are in; of what is flat a copy, and None."""
     if type(x) in _COPIED_BY_C:
-        return x.copy(), None, dict
+        return x.copy(), None
     if type(x) is types.MappingProxyType:
-        return types.MappingProxyType(items := {}), items, dict
-    base: Any = next(base for base in FILLED if isinstance(x, base))
+        return types.MappingProxyType(items := {}), items
+    base: Any = list if isinstance(x, list) else dict
     new = base.__new__(type(x))
-    return new, new, base
+    return new, new
+
+
+def _copy_attributes(old: Any, new: Any, copied: Callable[[Any], Any]) -> None:
+    if isinstance(old, dict) and _is_its_own_dict(old):
+        object.__setattr__(new, "__dict__", new)
+        return
+    attributes = state_of(old)
+    if isinstance(old, defaultdict):
+        attributes["default_factory"] = old.default_factory
+    for name, x in attributes.items():
+        object.__setattr__(new, name, copied(x))
 
 
 def _is_its_own_dict(value: dict) -> bool:
