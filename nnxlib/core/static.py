@@ -398,7 +398,7 @@ def _copy(value: Any, parts: Sequence[Any], by_items: Sequence[Any]) -> tuple[An
         if isinstance(items, list):
             list.extend(items, map(copied, old))
         elif items is not None:
-            put = OrderedDict.__setitem__ if isinstance(items, OrderedDict) else dict.__setitem__
+            put: Any = OrderedDict.__setitem__ if isinstance(items, OrderedDict) else dict.__setitem__
             for key, item in dict(old).items():
                 put(items, copied(key), copied(item))
     return copied(value), copies
