@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType, MethodType
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType, MappingProxyType, MethodType
 from typing import Any
 
 import jax
@@ -24,21 +24,26 @@ def locate(target: Any, skip: int = 1) -> str | None:
     """Find the path by which the running code reaches ``target``, for an error message.
 
     The objects in the local variables of the calling frames, the user's first, outermost first, are searched along
-    their ``_nnx_children()``; names that begin with an underscore, as those of a notebook's outputs do, come last. Only
-    ever called when an error is about to be raised: it costs a walk of those objects.
+    their ``_nnx_children()``; names that begin with an underscore, as those of a notebook's outputs do, come last, and
+    then the user's containers. Only ever called when an error is about to be raised: it costs a walk of those objects.
     """
     frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(skip))][::-1]
-    frames.sort(key=lambda frame: not is_users(frame.f_code.co_filename))
-    found = [item for frame in frames for item in list(frame.f_locals.items()) if item[0].isidentifier()]
-    found.sort(key=lambda item: item[0].startswith("_"))
-    nodes = [(name, value) for name, value in found if issubclass(type(value), Identified)]
-    containers = [(name, value) for name, value in found if type(value) in (list, tuple, dict)]
+    own = [frame for frame in frames if is_users(frame.f_code.co_filename)]
+    others = [frame for frame in frames if not is_users(frame.f_code.co_filename)]
+    nodes = [(name, value) for name, value in _variables_of(own + others) if issubclass(type(value), Identified)]
+    containers = [(name, value) for name, value in _variables_of(own) if type(value) in (list, tuple, dict)]
     seen: set[int] = set()
     for name, value in (*nodes, *containers):
         for path, node in reachable(value, seen):
             if node is target and (path or name != "self"):
                 return format_path(path, type(value).__name__ if name == "self" else name)
     return None
+
+
+def _variables_of(frames: Iterable[FrameType]) -> list[tuple[str, Any]]:
+    """The local variables of these frames, by name."""
+    found = [item for frame in frames for item in list(frame.f_locals.items()) if item[0].isidentifier()]
+    return sorted(found, key=lambda item: item[0].startswith("_"))
 
 
 def how_to_pass(what: str) -> str:
