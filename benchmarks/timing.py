@@ -10,13 +10,13 @@ means something elsewhere. So everything here works on a *group* of calls that d
 - a `Table` holds the cells of one comparison and renders for the terminal and as Markdown;
 - `main` is the command line that all benchmarks share.
 
-The contract of `measure`: all members are warm before the first sample. They take turns, in a new random order each
-round; a turn starts with a call that is not counted, so that none is billed for the cache misses another left behind.
-Every sample is one call *and* the wait for its array, and comes a `PAUSE` after the one before, as in a loop that
-fetches a batch between its steps: a call within a few microseconds of the last is handed over to XLA's thread twice as
-fast, or not, by chance. A collection of garbage falls on whoever happens to run, so the collector is off while
-sampling. A shared machine becomes twice as slow for seconds, and all of a sudden: so ratios are taken within each
-round, and the median of these counts.
+The contract of `measure`: all members are warm before the first sample, each called for 0.3 s. They take turns, in a
+new random order each round; a turn starts with a call that is not counted, so that none is billed for the cache misses
+another left behind. Every sample is one call *and* the wait for its array, and comes a `PAUSE` after the one before, as
+in a loop that fetches a batch between its steps: a call within a few microseconds of the last is handed over to XLA's
+thread twice as fast, or not, by chance. A collection of garbage falls on whoever happens to run, so the collector is
+off while sampling. A shared machine becomes twice as slow for seconds, and all of a sudden: so ratios are taken within
+each round, and the median of these counts.
 """
 
 import argparse
@@ -67,14 +67,15 @@ def _parts(call: Call) -> tuple[Callable[[], None], Call]:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: the number of rounds, the seconds of one turn, and the seconds to watch the collector."""
+    """How long to measure: the number of rounds; the seconds of one turn, to watch the collector, and to warm up."""
 
     rounds: int = 15
     turn: float = 0.02  # five times shorter ones showed raw jax.jit over 1,000 arrays a quarter slower: cold caches
     watch: float = 1.5  # a full pass of the collector comes once a second or so
+    warm: float = 0.3  # nnxlib checks the uses number 2, 4, 8... of what it remembers, which may take as long as a turn
 
 
-QUICK = Effort(rounds=5, turn=0.001, watch=0.1)
+QUICK = Effort(rounds=5, turn=0.001, watch=0.1, warm=0.001)
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,10 @@ def agree(group: Mapping[str, Call], steps: int = 3, tolerance: float = 1e-3) ->
 
 
 def measure(group: Mapping[str, Call], effort: Effort) -> dict[str, Measurement]:
-    """Measure each call of a warm group, in turns."""
+    """Measure each call of a group, in turns, after it has been called for a while."""
     with _collector_off():
+        for call in group.values():
+            _turn(call, effort.warm)
         samples = _sample_in_turns(group, effort)
         counts = {label: _counted(call) for label, call in group.items()}
     return {label: _measurement(samples[label], counts[label]) for label in group}

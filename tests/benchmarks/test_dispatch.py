@@ -24,7 +24,7 @@ def expected_labels() -> set[str]:
 def report() -> Report:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "WATCHED", [WATCHED])
-        return dispatch.run(CASES, Effort(rounds=1, turn=0.0, watch=0.0))
+        return dispatch.run(CASES, Effort(rounds=1, turn=0.0, watch=0.0, warm=0.0))
 
 
 def test_a_quick_run_fills_every_table(report: Report) -> None:
@@ -60,7 +60,7 @@ def test_a_case_is_measured_with_the_contenders_asked_for() -> None:
     def measured_in(case: dispatch.Case, label: str) -> bool:
         return case[1] < 4 or label in (dispatch.BASELINE, dispatch.CONTROL)
 
-    ratio, *_ = dispatch.run([("read", 2), ("read", 4)], Effort(rounds=1, turn=0.0), measured_in).tables
+    ratio, *_ = dispatch.run([("read", 2), ("read", 4)], Effort(rounds=1, turn=0.0, warm=0.0), measured_in).tables
     assert set(ratio.cells["read 4"]) == {dispatch.BASELINE, dispatch.CONTROL}
     assert set(ratio.cells["read 2"]) >= expected_labels()
 

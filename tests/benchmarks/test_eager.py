@@ -28,7 +28,7 @@ def test_the_work_is_the_same_and_takes_few_calls_more(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return eager.run(Effort(rounds=1, turn=0.0), ["forward, MLP", "construction"])
+    return eager.run(Effort(rounds=1, turn=0.0, warm=0.0), ["forward, MLP", "construction"])
 
 
 def test_a_quick_run_fills_every_table(report: Report) -> None:

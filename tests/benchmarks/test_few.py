@@ -25,7 +25,7 @@ def test_the_step_changes_one_variable() -> None:
 
 
 def test_a_quick_run_fills_the_tables() -> None:
-    compared, microseconds, alone, calls = few.run((4,), Effort(rounds=1, turn=0.0)).tables
+    compared, microseconds, alone, calls = few.run((4,), Effort(rounds=1, turn=0.0, warm=0.0)).tables
     for table in (compared, microseconds):
         for cells in table.cells.values():
             assert {few.EXACT, few.ALL, few.LABELS[0]} <= set(cells)

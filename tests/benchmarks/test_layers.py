@@ -14,7 +14,7 @@ ROWS = {name: layers.LAYERS[name] for name in ("Linear", "Dropout", "avg_pool")}
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return layers.run(ROWS, Effort(rounds=1, turn=0.0))
+    return layers.run(ROWS, Effort(rounds=1, turn=0.0, warm=0.0))
 
 
 def test_a_quick_run_fills_every_table(report: Report) -> None:

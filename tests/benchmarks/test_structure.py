@@ -82,7 +82,7 @@ def test_taking_apart_and_putting_together_holds_little(unchecked) -> None:
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return structure.run([4], 1, Effort(rounds=1, turn=0.0), ["split", "flatten a Module"])
+    return structure.run([4], 1, Effort(rounds=1, turn=0.0, warm=0.0), ["split", "flatten a Module"])
 
 
 def test_a_quick_run_fills_every_table(report: Report) -> None:
