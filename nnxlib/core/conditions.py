@@ -9,7 +9,7 @@ function has to be traced again. So each call compares the *types* of what is at
 at. All constants count as one type, and so do tuples of constants; any other tuple must have the same members.
 
 - The members of a container, and the attributes of a plain object, are compared all at once (:class:`Members`); for a
-  dict also their order, if its keys are simple: text, integers, None, members of an Enum, or tuples of these.
+  dict also their order, if its keys are simple (:func:`~nnxlib.core.chains.are_simple`), such as text or integers.
 - What stands alone, in a closure, in globals or in a class, is an :class:`End`, and is looked up. So is each tuple,
   wherever it is, since its type says nothing of what is in it.
 

@@ -167,7 +167,7 @@ def nested(items: Iterable[tuple[Path, Any]]) -> dict:
             if isinstance(path, str) and len(path) > 1:  # it would be taken for a path of its letters
                 keys = tuple(re.split("[./]", path))
                 raise PathError(f"A path is a tuple of keys, not text: write {(path,)} or {keys}.")
-            parent, level = above, root
+            parent, level = tuple(above), root  # text never equals it
             for key in above:
                 below = level.get(key)
                 if type(below) is not dict or (held and id(below) in held):

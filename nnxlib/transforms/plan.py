@@ -146,8 +146,9 @@ class Compiled:
 class Plan:
     """A function that is compiled for one layout and its lanes, with these ``options`` of ``jax.jit``.
 
-    ``whole`` takes all leaves and donates none. ``compiled`` takes only those ever read, and donates what it can
-    of those at the positions ``donated``; None until it is known. ``in_shardings`` has one for each leaf.
+    ``whole`` takes all leaves and donates none. ``compiled`` takes only those ever read, and donates what it can of
+    those at the positions ``donated``; None until it is known. ``_staged``, for ``lower`` and ``trace``, takes all
+    leaves and donates likewise. ``in_shardings`` has one for each leaf.
     """
 
     def __init__(

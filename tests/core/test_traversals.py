@@ -94,6 +94,8 @@ def test_text_is_no_path(make):
         make({"a.b/c": 1})
     with pytest.raises(PathError, match="not text"):
         make([(("a",), 1), ("bias", 2)])
+    with pytest.raises(PathError, match="not text"):
+        make([("a", empty_node), ("ab", 2)])
     assert make({"a": 1}) == {"a": 1}
 
 
