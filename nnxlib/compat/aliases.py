@@ -17,7 +17,7 @@ from ..core.calls import note_copies
 from ..core.filters import Filter
 from ..core.graph import build, pack
 from ..core.graphstate import GraphState
-from ..core.lost import watch_draws
+from ..core.lost_changes import watch_draws
 from ..core.state import FlatState, one_or_all, to_flat_state
 from ..core.tracing import boundary, current_trace, is_key
 from ..core.variables import Variable

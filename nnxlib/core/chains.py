@@ -25,8 +25,8 @@ from typing import Any
 
 from . import look_ups
 from .annotations import NamedTuple
+from .fingerprints import are_constants
 from .look_ups import BY_NAME, BY_SYNTAX, LookUp, weak_key
-from .marks import are_constants
 
 Reference = Callable[[], Any]  # to a value that a look-up has found before
 

@@ -13,8 +13,8 @@ steps are made here:
    when the trace fails, they are exactly as before. What changed is in the Delta, and is committed as for an argument.
 
 Reading a plain attribute is not noticed. So if code may read one, its Module counts as captured before the first trace
-(references.py, held.py). A function without closures pays one test of :attr:`Watch.all` per read, and only while
-something is being traced.
+(references.py, held_by_arguments.py). A function without closures pays one test of :attr:`Watch.all` per read, and only
+while something is being traced.
 
 One thread at a time borrows. A trace that would borrow while another thread does is abandoned (:class:`Occupied`), and
 made again later. It must not wait inside the trace, since JAX makes a thread wait for what another one is tracing.

@@ -15,7 +15,7 @@ at. All constants count as one type, and so do tuples of constants; any other tu
 
 The functions, containers and objects on the chains to these places must be the same as before.
 
-One function makes all these look-ups (straight.py). Its code is generated when it is first needed.
+All these look-ups are compiled into one function (compiled_conditions.py) when it is first needed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from typing import Any
 
 from .annotations import NamedTuple
 from .chains import MAPPINGS, MUTABLE_CONTAINERS, Chain, Step, are_simple, same_attributes
+from .compiled_conditions import compile_conditions
+from .fingerprints import TupleFingerprint, are_constants, fingerprint_of, is_constant_type, is_fixed
 from .graphdef import GraphDef
 from .identity import Identified
 from .look_ups import LookUp, attribute, in_class, in_context, is_of_library, referent
-from .marks import TupleMark, are_constants, are_same, is_constant_type, is_fixed, mark_of
 from .references import Reached, is_left_over
 from .static import dict_of
-from .straight import straight_line
 
 _MOST_MEMBERS = 100  # of a container whose members are compared; of a longer one only the length is
 _FUNCTIONS = types.FunctionType, types.MethodType, functools.partial
@@ -82,7 +82,7 @@ class Conditions:
         steps += [step for x in objects for step in same_attributes(x, known)]
         ends = [chain for chain in alone if not chain.look_up.refers_to(functions)]
         self.steps = [step for step in steps if not step.look_up.refers_to(functions)]
-        self.ends = [End(chain.look_up, types.CellType(mark_of(chain.value))) for chain in ends]
+        self.ends = [End(chain.look_up, types.CellType(fingerprint_of(chain.value))) for chain in ends]
         self.members = [Members(container) for _, container in containers]
 
     def __bool__(self) -> bool:
@@ -91,7 +91,7 @@ class Conditions:
     @functools.cached_property
     def find_or_raise(self) -> Callable[[], tuple[Any, ...] | None]:
         """As :meth:`find`, but it may raise an error in place of None."""
-        return straight_line(self.steps, self.ends, self.members)
+        return compile_conditions(self.steps, self.ends, self.members)
 
     def find(self) -> tuple[Any, ...] | None:
         """The roots, if all holders are where they were, and hold values of the same types as before, or constants.
@@ -108,16 +108,16 @@ class End(NamedTuple):
     """A place that stands alone."""
 
     look_up: LookUp
-    mark: types.CellType  # which holds the mark of what is there
+    fingerprint: types.CellType  # which holds that of the value that was there last
 
     def accepts(self, x: Any) -> bool:
-        """Whether this is the same tuple, or a constant in the place of another; then that is noted."""
-        before, mark = self.mark.cell_contents, mark_of(x)
-        if type(before) is TupleMark:
-            return are_same(before, mark)
+        """Whether ``x`` is the same tuple, or a constant in place of a constant, whose fingerprint is then kept."""
+        before, now = self.fingerprint.cell_contents, fingerprint_of(x)
+        if type(before) is TupleFingerprint:
+            return before == now
         accepted = are_constants([x]) and (not isinstance(before, type) or is_constant_type(before))
         if accepted:
-            self.mark.cell_contents = mark
+            self.fingerprint.cell_contents = now
         return accepted
 
 
@@ -157,16 +157,16 @@ class Members:
         return {place for place, x in (held.items() if self.is_mapping else enumerate(held)) if is_fixed(type(x))}
 
     def _others_now(self) -> list[Any]:
-        """The marks of the members that are neither constants nor left over by a trace; with their keys, if simple."""
+        """The fingerprints of members that are neither constants nor left over by a trace, with simple keys."""
         held = self._container
         if are_constants([*held, *held.values()] if self.is_mapping else held):
             return []
         if not self.is_mapping:
-            return [_Mark(x) for x in held if _is_other(x)]
+            return [fingerprint_of(x) for x in held if _is_other(x)]
         keys = [*held]
         if are_simple(keys):
-            return [(key, _Mark(x)) for key, x in held.items() if _is_other(x)]
-        return [_Mark(x) for x in (*keys, *held.values()) if _is_other(x)]
+            return [(key, fingerprint_of(x)) for key, x in held.items() if _is_other(x)]
+        return [fingerprint_of(x) for x in (*keys, *held.values()) if _is_other(x)]
 
     def are_as_before(self) -> bool:
         """Whether only constants have come or gone; to be asked if ``types`` are not those of ``held`` any more."""
@@ -177,16 +177,6 @@ class Members:
             return False
         self._note(others)
         return True
-
-
-class _Mark:
-    """The mark of a value, equal to another if both are the same."""
-
-    def __init__(self, x: Any):
-        self._mark = mark_of(x)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Mark) and are_same(self._mark, other._mark)
 
 
 def _is_long(x: Any) -> bool:

@@ -88,12 +88,12 @@ class Layout:
     root: Spec  # of the pytree
     variables: tuple[int, ...]  # the rows of the Variables
     avals: Any  # of the leaves of the last model with this layout that was split; shared by its GraphDefs
-    held: tuple[Any, ...] | None  # what functions in it hold, once it was needed; see `held.held_in`
-    shapes: dict[int, Any]  # as which JAX flattens the nodes of a tree, by row, once they were needed; see pytrees.py
+    held: tuple[Any, ...] | None  # the Modules and Variables in its static values; set by `held_in`, when first needed
+    shapes: dict[int, Any]  # by row, the NodeShape with which JAX flattens a node of a tree; filled by pytrees.py
     _variants: weakref.WeakValueDictionary[tuple[tuple[int, Row], ...], Layout]  # what `with_rows` has made
     _around: weakref.WeakValueDictionary[tuple, Layout]  # what `around` has made
     _parts: dict[int, tuple[Layout, list[int]]]  # what `part` has made
-    kept: dict[Layout, None]  # some of these, which would be made anew at each call otherwise
+    kept: dict[Layout, None]  # those of `_around` that are kept alive, so that the next call need not make them anew
     _grouped: dict[Hashable, list[Nesting]]  # what `grouped` has made, by filters
 
     _interned: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
@@ -230,10 +230,11 @@ class Layout:
         return found
 
     def around(self, root: Spec, *others: Layout) -> Layout:
-        """The layout of another pytree, which holds the same objects, and after them those of other layouts.
+        """The layout of a pytree that holds the objects of this layout, followed by those of the ``others``.
 
-        Such as that of arguments around a model. No object is in two of the layouts. Cached as long as it lives; a
-        caller who knows that it refers to no model, by a function in it, puts it into ``kept``.
+        For example, that of arguments around a model and an optimizer. The layouts must have no object in common. The
+        result is cached weakly. To keep it alive, the caller also puts it into ``kept``; but not if a function in it
+        refers to a model, which would be kept alive with it.
         """
         key = (root, *others)
         found = self._around.get(key)

@@ -30,7 +30,7 @@ from .graphdef import GraphDef, graphdef_of
 from .graphstate import GraphState
 from .iteration import holder_of
 from .layout import Layout
-from .lost import watch_draws
+from .lost_changes import watch_draws
 from .making import make_variable, make_variables
 from .matching import flat_state_of
 from .nesting import Nesting

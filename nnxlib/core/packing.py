@@ -21,7 +21,7 @@ from .cells import Cell
 from .closures import notice_all
 from .data import is_bound_method, is_node
 from .graph import Packed, pack
-from .held import held_in
+from .held_by_arguments import held_in
 from .layout import keep
 from .live_table import LiveTable
 from .objects import Node

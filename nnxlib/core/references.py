@@ -29,9 +29,9 @@ from .annotations import NamedTuple
 from .calls import is_observed, is_wrapper
 from .chains import OVER_ALL, Chain
 from .closures import RunningCode, is_lent_elsewhere
+from .fingerprints import CONSTANTS, is_constant_type, is_fixed
 from .identity import Identified
 from .look_ups import BY_SYNTAX, LookUp, is_of_library
-from .marks import CONSTANTS, is_constant_type, is_fixed
 from .objects import Node
 from .tracing import current_trace
 

@@ -48,7 +48,7 @@ from ..core.formulas import as_array
 from ..core.generics import A, M
 from ..core.graph import even_if_interrupted
 from ..core.identity import change
-from ..core.lost import watch_update
+from ..core.lost_changes import watch_update
 from ..core.missing import MISSING
 from ..core.objects import Node, Pytree, attributes_of
 from ..core.ops import state, update

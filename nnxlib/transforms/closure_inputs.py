@@ -28,7 +28,7 @@ from ..core.conditions import Conditions
 from ..core.errors import TraceContextError
 from ..core.finding import reachable
 from ..core.graph import Packed, pack
-from ..core.held import held_in, statics_and_classes, used_by_arguments
+from ..core.held_by_arguments import held_in, statics_and_classes, used_by_arguments
 from ..core.identity import Identified
 from ..core.layout import KEPT, Layout
 from ..core.references import Reached, search
@@ -149,7 +149,7 @@ class Captures:
         return True
 
     def capture_held(self, packed: Packed, captured: Sequence[Any]) -> None:
-        """Before a trace, capture what its arguments lead to (core/held.py).
+        """Before a trace, capture what its arguments lead to (core/held_by_arguments.py).
 
         The trace would not notice it if it only reads settings; if it noticed it, it would be made twice. If they lead
         to objects that are captured already, it is known from now on how: they may be replaced there.

@@ -31,7 +31,7 @@ from ..core.conditions import Conditions
 from ..core.data import is_data, is_node
 from ..core.formulas import functions_are_replaced
 from ..core.graph import Packed, commit
-from ..core.held import held_in, used_by_arguments
+from ..core.held_by_arguments import held_in, used_by_arguments
 from ..core.layout import KEPT, Layout
 from ..core.look_ups import PROGRAMS, is_jitted
 from ..core.objects import Node

@@ -51,7 +51,7 @@ def in_namespace(source, **names):
 
 def test_names_that_the_code_itself_might_use():
     """Globals that hide builtins, or have a name that is no identifier in ASCII, or one like those in the code."""
-    names = {"type": 1, "len": 2.0, "map": None, "_nnx_0": 3, "größe": "x", "straight_line": b"y"}
+    names = {"type": 1, "len": 2.0, "map": None, "_nnx_0": 3, "größe": "x", "compile_conditions": b"y"}
     f, namespace = in_namespace(", ".join(names), **names)
     conditions = conditions_of(f)
     assert len(conditions.ends) == len(names)
@@ -104,14 +104,14 @@ def test_a_root_that_is_exchanged_or_gone():
 
 
 def test_a_jitted_function_that_names_numbers_calls_no_look_up():
-    """It runs one function of straight-line code, however many they are."""
+    """It runs one compiled function, however many they are."""
     f, namespace = in_namespace("x0 + x1 + x2 + x3", **{f"x{k}": 1.0 for k in range(4)})
     step = nnx.jit(f)
     assert [step().item() for _ in range(3)] == [4.0] * 3
     known, called = step._captures.known, []
     assert known is not None
-    straight = known.conditions.find_or_raise
-    known.conditions.find_or_raise = lambda: called.append(1) or straight()
+    compiled = known.conditions.find_or_raise
+    known.conditions.find_or_raise = lambda: called.append(1) or compiled()
     assert step().item() == 4.0
     assert called == [1]
     assert step._captures.known is known

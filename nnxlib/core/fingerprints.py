@@ -1,7 +1,8 @@
-"""Marks: what is compared of the values to which a jitted function refers, to notice that a Module has come.
+"""Fingerprints: what is kept of a value to which a jitted function refers, to notice that a Module has taken its place.
 
-Of most values that is the type. A tuple has the same type whatever is in it. So of a tuple of constants the mark is the
-tuple itself; of another it is a :class:`TupleMark`, which does not keep alive the models in it.
+The fingerprint of most values is their type. A tuple has the same type whatever it holds, so the fingerprint of a tuple
+of constants is the tuple itself. That of any other tuple is a :class:`TupleFingerprint`, which does not keep alive the
+Modules in the tuple.
 """
 
 from __future__ import annotations
@@ -43,32 +44,35 @@ def are_constants(values: Iterable[Any]) -> bool:
     return all(map(is_constant_type, kinds))
 
 
-class TupleMark(NamedTuple):
-    """The mark of a tuple or frozenset of which some members are no constants."""
+class TupleFingerprint(NamedTuple):
+    """The fingerprint of a tuple or frozenset in which some members are no constants.
+
+    For each member it has the TupleFingerprint of a tuple, the type of a constant, or a weak reference to anything else
+    (the value itself, if it allows no weak reference).
+    """
 
     kind: type
-    members: list[Any]  # of each its TupleMark; of a constant the type; a weak reference to others, if there can be one
+    members: list[Any]
+
+    def __eq__(self, other: object) -> bool:
+        """Members are compared by identity: for weak references, ``==`` would compare the Modules by value."""
+        if type(other) is not TupleFingerprint or (self.kind, len(self.members)) != (other.kind, len(other.members)):
+            return False
+        pairs = zip(self.members, other.members, strict=True)
+        return all(x is y or (type(x) is TupleFingerprint and x == y) for x, y in pairs)
 
 
-def mark_of(x: Any) -> Any:
-    """The mark of a value."""
+def fingerprint_of(x: Any) -> Any:
+    """The fingerprint of a value."""
     if not is_fixed(type(x)):
         return type(x)
-    return x if are_constants([x]) else _mark_in_tuple(x)
+    return x if are_constants([x]) else _fingerprint_of_member(x)
 
 
-def _mark_in_tuple(x: Any) -> Any:
+def _fingerprint_of_member(x: Any) -> Any:
     if is_fixed(type(x)):
-        return TupleMark(type(x), [*map(_mark_in_tuple, x)])
+        return TupleFingerprint(type(x), [*map(_fingerprint_of_member, x)])
     try:
         return type(x) if is_constant_type(type(x)) else weakref.ref(x)  # the same reference for the same object
     except TypeError:  # a list, say
         return x
-
-
-def are_same(mark: Any, other: Any) -> bool:
-    """Whether two marks are the same."""
-    if type(mark) is not TupleMark or type(other) is not TupleMark:
-        return mark is other
-    same = mark.kind is other.kind and len(mark.members) == len(other.members)
-    return same and all(map(are_same, mark.members, other.members))
