@@ -101,7 +101,7 @@ class Blueprint:
         return {i for i, x in enumerate(objects) if self._is_as_built(i, x, value_at)}
 
     def are_as_built(self, objects: Sequence[Any], rows: Iterable[int]) -> bool:
-        """Whether the objects of these rows are all among those of :meth:`as_built`; for a few of many."""
+        """Whether the objects of these rows are all among those of :meth:`as_built`; faster if these are few rows."""
         count, after = len(objects), self._after_objects
         value_at = lambda place: objects[place] if place < count else after[place - count]
         return all(self._is_as_built(i, objects[i], value_at) for i in rows)

@@ -257,7 +257,7 @@ def recorded_types() -> tuple[type, ...]:
 
 
 def recorder_for(x: Any) -> Any:
-    """Within a capture, what records for an object: for a live one, which closures may find, what was built from it."""
+    """The object in which to record for ``x``: within a capture, the one that it has built from ``x``, if any."""
     collector = current_collector()
     return x if collector is None else collector.built.get(id(x), x)
 
@@ -277,7 +277,7 @@ def note_split(graphdef: Any, objects: Sequence[Any]) -> None:
 
 
 def split_into(graphdef: Any) -> Sequence[Any] | None:
-    """Within a capture, the objects that were split into this GraphDef, or else into an equal one; the last ones."""
+    """Within a capture, the objects that were last split into this very GraphDef, or else into an equal one."""
     collector = current_collector()
     found = [] if collector is None else collector.splits[::-1]
     same = [objects for x, objects in found if x is graphdef] or [objects for x, objects in found if x == graphdef]
@@ -288,7 +288,7 @@ def split_into(graphdef: Any) -> Sequence[Any] | None:
 
 
 def note_paths(layout: Any, objects: Sequence[Any]) -> None:
-    """Note objects that have been packed, perhaps for a transform, in which they keep their paths."""
+    """Remember packed objects by their layout, so that a transform of them can find the paths that they have here."""
     (_active.listener or _active).packed[layout] = objects
 
 
@@ -316,7 +316,7 @@ def listener_for(layout: Any, objects: Sequence[Any], depth: int = 2) -> Listene
 def built_here(x: Any) -> tuple[Any, Sequence[Any], int] | None:
     """The layout from which the innermost transform has built an object, all objects of it, and the row of this one.
 
-    None of another object. They were such when they were built; what has changed since, the caller finds out.
+    None for any other object. The objects may have changed since they were built, which the caller has to check.
     """
     listener = _active.listener
     row = None if listener is None else listener.rows.get(id(x))

@@ -163,7 +163,7 @@ _SOFTMAX = jax.nn.softmax
 
 
 def _parts_are_replaced() -> bool:
-    """Whether products and formulas are plain functions, to have what a quantiser, or an exporter, has put there."""
+    """Whether a quantiser or an exporter has replaced parts of products and formulas, which then run uncompiled."""
     return products_are_replaced() or (jax.nn.softmax is not _SOFTMAX and not at_top_level())
 
 

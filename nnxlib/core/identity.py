@@ -43,7 +43,7 @@ class Identified:
         """Replace the whole contents, without checks: for a node that no user has seen yet, and for commit."""
 
     def _nnx_changed(self) -> None:
-        """Note that its structure has changed: the stamps are told, and it loses them (usually)."""
+        """Invalidate its stamps, since its structure has changed, and (usually) remove them."""
         stamps = self._nnx_stamps
         invalidate(stamps, self)
         _lose(self, stamps)
@@ -63,7 +63,7 @@ class Identified:
 
 
 def _lose(x: Identified, stamps: Stamps) -> None:
-    """Remove these stamps, which have been told; not while another thread adds one, which would be lost."""
+    """Remove stamps that have been invalidated; not while another thread adds a stamp, which could be lost."""
     (acquired,) = map(stamping.acquire, (False,))  # Python handles no interrupt between a step and `=`
     try:
         if acquired and x._nnx_stamps is stamps:  # else another thread has added a stamp, which is still valid
@@ -74,10 +74,11 @@ def _lose(x: Identified, stamps: Stamps) -> None:
 
 
 def change(x: Any, write: Callable[..., A], *args: Any) -> A:
-    """``write(*args)``, which changes the structure of a node or Variable; notes that, whatever happens.
+    """Call ``write(*args)``, which changes the structure of a node or Variable, and invalidate its stamps.
 
-    The note comes after the write, since another thread may describe the object before. But Python may handle an
-    interrupt in between, or within the note. And it comes before, so that the stack has room for it after the write.
+    They are invalidated after the write, since another thread may describe the object until then; and once more if an
+    exception, such as an interrupt, arrives in between. They are also invalidated before the write, which shows that
+    the stack has room for doing so afterwards.
     """
     x._nnx_changed()
     try:

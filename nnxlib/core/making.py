@@ -25,7 +25,7 @@ class Metadata(dict[str, Any]):
     """
 
     __slots__ = ("_key",)
-    _key: Hashable  # of the Const, once it was asked for, unless an entry can be changed in place
+    _key: Hashable  # of the Const, kept by `const`; not set if an entry can be changed in place
 
     def const(self, path: tuple = ()) -> Const:
         """Freeze it; as ``Const.of_items(self, path)``, but only once."""

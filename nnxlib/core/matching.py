@@ -3,7 +3,7 @@
 ``merge`` and ``update`` take States in many forms: as ``split`` returned them, changed by a transformation, restored
 from a checkpoint as nested dicts, or several of them, each with a part of the leaves. Those that are nested like the
 layout, or like a known group of it, are matched in a few C calls (:func:`leaves_by_position`), all others path by path
-(:func:`matched`). Whether a leaf fits where it belongs is asked by fitting.py.
+(:func:`matched`). Then fitting.py checks whether each leaf fits.
 """
 
 from __future__ import annotations

@@ -30,11 +30,7 @@ class VariableMetadata(Generic[A]):
 
     Args:
       raw_value: the value.
-      on_set_value: a hook, or a sequence of hooks; so are the next four.
-      on_get_value: see there.
-      on_create_value: see there.
-      on_add_axis: see there.
-      on_remove_axis: see there.
+      on_set_value, on_get_value, on_create_value, on_add_axis, on_remove_axis: a hook, or a sequence of hooks.
       metadata: other metadata, by name.
 
     >>> import nnxlib as nnx

@@ -181,7 +181,7 @@ def _adopt(table: LiveTable, i: int, new: Any) -> bool:
 def _is_described(table: LiveTable, objects: Sequence[Any], x: Node) -> bool:
     """Whether a node holds the very objects and static values that are in its row, or has no row any more.
 
-    To ask this first takes half of the time if an object was exchanged, since the node need not be described.
+    If an object was exchanged, asking this first halves the time, since the node need not be described again.
     """
     i = table.index.get(id(x))
     if i is None:

@@ -1,9 +1,9 @@
-"""Stacking: which other shapes the leaves of a State may have, since a transformation has added or taken away axes.
+"""Stacking: when the leaves of a State may have more or fewer axes than those of the object.
 
-A State may come out of a mapped function, or be a slice of a stack of models. Then its leaves have other shapes than
-those of the object. They are accepted where this cannot be a mistake:
+A State may come out of a mapped function, or be a slice of a stack of models, so a transformation has added or removed
+axes. Such leaves are accepted where this cannot be a mistake:
 
-    what has become of the leaves                                           in merge   in update
+    how the leaves of the State differ from those of the object             in merge   in update
     none is an array any more: a function gave labels, say, in their place  yes        no
     all of a *kind* have gained, or lost, the same adjacent axes            yes        if all of the kind are given
     several have gained the same first axis, and no other shape differs     yes        no

@@ -39,7 +39,7 @@ class Stamp:
         self.valid = self.edition
 
     def __del__(self) -> None:
-        """Be invalid, in case a destructor hands out again what is garbage, which has lost its references to this."""
+        """Become invalid, in case a finalizer resurrects the objects: their references to this are already cleared."""
         self.changed, self.valid = [gone], False
 
     def add_check(self, check: Callable[[], bool]) -> None:
@@ -69,7 +69,7 @@ _is_valid, _set_valid = Stamp.valid.__get__, Stamp.valid.__set__  # type: ignore
 
 
 def gone() -> None:
-    """Stands for a reference to an object that is gone, if a change has no object: the description is made anew."""
+    """Noted in place of a reference to a changed object, if there is none: then the description is made anew."""
 
 
 Stamps = tuple[weakref.ref[Stamp], ...]

@@ -154,7 +154,7 @@ class _Freezer:
         self.path, self.mutable = path, False
         self.parts: list[Any] = []  # hashable, and so the very same in all copies
         self.by_items: list[Any] = []  # what deepcopy would fail to copy, or copy slowly, see `_copy`
-        self.within: type | None = None  # the innermost object around what is frozen that JAX does not look into
+        self.within: type | None = None  # the class of the innermost enclosing object that JAX does not look into
 
     def const(self, value: Any, freeze: Callable[[Any], Hashable], remake: Callable) -> Const:
         try:
@@ -383,10 +383,10 @@ _FLAT = ATOMS | {float, complex}
 
 
 def _copy(value: Any, parts: Sequence[Any], by_items: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """A copy with the same ``parts``; and the copies in it of what is not left to deepcopy, ``by_items``.
+    """A deep copy of a value that shares the ``parts`` with it; and the copies of the containers ``by_items`` in it.
 
-    It would fail to copy views of dicts (``MappingProxyType``), and dicts and lists of some subclasses, whose methods
-    it calls; and it calls six functions for each item of what is flat.
+    These containers are copied here. ``copy.deepcopy`` fails for views of dicts (``MappingProxyType``), and for some
+    subclasses of dict and list, whose methods it calls; and for a flat container it calls six functions per item.
     """
     begun = list(map(_begun, by_items))
     copies = [new for new, _ in begun]
@@ -405,7 +405,10 @@ def _copy(value: Any, parts: Sequence[Any], by_items: Sequence[Any]) -> tuple[An
 
 
 def _begun(x: Any) -> tuple[Any, list | dict | None]:
-    """An empty view, dict or list of the same type, and what its items are in; of what is flat a copy, and None."""
+    """The beginning of a copy: an empty view, dict or list of the same type, and the container to put the items in.
+
+    A flat container is copied at once; then the second result is None.
+    """
     if type(x) in _COPIED_BY_C:
         return x.copy(), None
     if type(x) is types.MappingProxyType:

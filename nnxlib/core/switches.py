@@ -1,8 +1,9 @@
 """Switches: settings that hold from now on, within a ``with`` block, or within each call of a decorated function.
 
-A kind of switch is a class, and an instance is the setting of it. ``Kind(value)`` sets it at once; what was set before
-is restored at the end of the block, or by the decorator, which sets it again for each call. Where nothing is set, it is
-as a flag of ``flax.config`` says, which code that was written for flax.nnx may set instead.
+Each switch is a subclass of :class:`Switch`, and ``use_something(value)`` sets it at once. As a context manager, it
+restores the earlier setting at the end of the block. As a decorator, it restores the earlier setting at once, and sets
+the value again during each call of the function. A switch that was never set has the value of its flag in
+``flax.config``, which code written for flax.nnx may set instead.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ F = TypeVar("F", bound=Callable)
 
 
 def flag(name: str, otherwise: bool) -> bool:
-    """A flag of ``flax.config``; or else a value, as if flax is not in use, so that nobody has set it."""
+    """A flag of ``flax.config``; the value ``otherwise`` if flax was not imported, so that nobody can have set it."""
     module = sys.modules.get("flax.configurations")  # not imported
     return getattr(getattr(module, "config", None), name, otherwise)
 
 
 class Switch:
-    """A kind of switch, with a value for each thread; it is True until it is set."""
+    """Base class of the switches, which have a value for each thread: True until it is set."""
 
     _flag: ClassVar[str | None] = None  # the one in ``flax.config``, if there is one
     _values: ClassVar[threading.local] = threading.local()

@@ -149,7 +149,7 @@ def as_scalar(value: Any, what: str) -> jax.Array:
 
 
 def type_of(leaf: Any) -> Any:
-    """The ``jax.typeof`` a leaf, or a pytree of them: its shape, dtype, and sharding. A type is its own type."""
+    """The ``jax.typeof`` of a leaf, or of each in a pytree: shape, dtype, and sharding. A type is its own type."""
     return jax.tree.map(lambda x: x if isinstance(x, AbstractValue) else jax.typeof(x), leaf)
 
 
