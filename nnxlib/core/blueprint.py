@@ -21,7 +21,7 @@ from .static import Const, holds_same
 
 
 class Blueprint:
-    """How to make the objects of a layout, given its rows, and which of them are Variables.
+    """The plan by which the objects of a layout are made, given its rows, and which of these are Variables.
 
     Attributes:
       variable_types, metadata: of the Variables, in order.

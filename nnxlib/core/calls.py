@@ -339,5 +339,5 @@ def repeated(f: Callable, times: int | None) -> Callable:
 
 
 def runs() -> int:
-    """How often the code that is being traced will run: more than once in the body of a ``scan`` or ``vmap``."""
+    """The number of times that the code being traced will run: more than one in the body of a ``scan`` or ``vmap``."""
     return _active.runs

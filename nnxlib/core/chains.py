@@ -115,7 +115,7 @@ class Chain(NamedTuple):
         return True
 
     def address(self, shapes: dict[int, Hashable]) -> tuple[Hashable, ...]:
-        """What is looked up at each step, the last first; it stays the same if the chain leads to another value.
+        """The key of each look-up, the last first; it stays the same if the chain leads to another value.
 
         It contains the code of each function on the chain, and the class of each other value, since others may do
         something else with what they hold. And it says which members a container has besides constants, since the
@@ -136,7 +136,7 @@ def _is_by_name(look_up: LookUp, holder: Any) -> bool:
 
 
 def _shape(container: Any) -> Hashable:
-    """How many members of a container are no constants; of a dict with simple keys, their keys in order."""
+    """The number of members of a container that are no constants; of a dict with simple keys, their keys in order."""
     if not isinstance(container, MAPPINGS):
         return sum(not are_constants([x]) for x in list(container))
     items = list(container.items())

@@ -83,7 +83,7 @@ _thread = _Thread()
 
 
 class Watch:
-    """What one trace has captured so far: objects made outside of it, with everything below them."""
+    """The objects that one trace has captured so far: made outside of it, with everything below them."""
 
     all: ClassVar[list[Watch]] = []  # those of all threads
 
@@ -231,7 +231,7 @@ def borrowable(lender: object) -> Sequence[Any]:
 
 
 class Loans:
-    """What is borrowed now, in all threads."""
+    """The objects that are borrowed now, in all threads."""
 
     lock = threading.RLock()  # held by the thread that borrows
     now: tuple[int, tuple[TraceRef, ...]] = 0, ()  # that thread, and its traces that have borrowed
@@ -245,7 +245,7 @@ def is_lent_elsewhere(trace: TraceRef) -> bool:
 
 
 def contents_and_marks(node: Any) -> tuple[Any, Any]:
-    """What a node holds, and its marks: as they are outside of the trace, if another thread has borrowed it."""
+    """The contents and marks of a node; those outside of the trace, if another thread has borrowed it."""
     if node._nnx_trace is not None and is_lent_elsewhere(node._nnx_trace):
         saved = Loans.saved.get(id(node))
         if saved is not None:  # else it was given back in the meantime

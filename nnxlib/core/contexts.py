@@ -94,7 +94,7 @@ class LinkedGraphDef(GraphDef[A]):
 
 
 class SplitContext:
-    """What :func:`split_context` yields. ``objects`` have numbers already; each new one gets the next of ``new``."""
+    """Yielded by :func:`split_context`. ``objects`` have numbers already; each new one gets the next of ``new``."""
 
     def __init__(self, objects: Mapping[int, Any], new: Iterator[int]):
         self._objects = dict(objects)
@@ -141,7 +141,7 @@ class SplitContext:
 
 
 class MergeContext:
-    """What :func:`merge_context` yields; ``objects``, by number, are written to instead of made anew."""
+    """Yielded by :func:`merge_context`; it writes to these ``objects``, by number, instead of making new ones."""
 
     def __init__(self, objects: Mapping[int, Any]):
         self._objects = dict(objects)

@@ -57,7 +57,7 @@ def have_changed(values: Iterable[Editable]) -> bool:
 
 
 class Guard:
-    """In place of a stamp, for a description with editable values: valid while the stamp is, and they are unchanged."""
+    """A stamp for a description with editable values: valid while the stamp is, and the values are unchanged."""
 
     __slots__ = ("_editable", "_stamp")
 
@@ -66,12 +66,12 @@ class Guard:
 
     @property
     def valid(self) -> int:
-        """As of a stamp."""
+        """The edition of the stamp; False if anything has changed."""
         return False if have_changed(self._editable) else self._stamp.valid
 
 
 class _Held(NamedTuple):
-    """What a container holds."""
+    """The items that a container held."""
 
     container: Any
     read: _Reader
@@ -131,7 +131,7 @@ def _attributes(x: Any) -> list[Any]:
 
 
 def _of_function(x: types.FunctionType) -> list[Any]:
-    """What a function is compared by; one that has a closure, or attributes, by its identity."""
+    """The parts by which a function is compared; none of one with a closure or attributes, compared by identity."""
     return [] if x.__closure__ or x.__dict__ else [x.__code__, x.__defaults__, x.__kwdefaults__]
 
 

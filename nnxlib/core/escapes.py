@@ -172,7 +172,7 @@ def _find(value: Any, escapes: Callable[[Any], bool], clean: dict[int, Any]) -> 
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What a value refers to."""
+    """The values that a value refers to."""
     if isinstance(value, Node):
         return [child for _, child in value._nnx_children()]
     if isinstance(value, Variable):

@@ -60,7 +60,7 @@ def values_to_merge(graphdef: GraphDef, states: tuple[Any, ...], strict: bool) -
 
 
 class ToWrite(NamedTuple):
-    """What States bring to an object."""
+    """The leaves in States that are to be written to an object."""
 
     values: dict[int, Any]  # by position
     metadata: dict[int, Any]  # by position, where it differs from that of the Variable
@@ -68,7 +68,7 @@ class ToWrite(NamedTuple):
 
 
 def values_to_write(packed: Packed, states: tuple[Any, ...], strict: bool, attached: type[Variable]) -> ToWrite:
-    """What States bring to an object that was packed; new Variables are taken if they are of the type ``attached``.
+    """Find what States would write to a packed object; new Variables are taken if they are of the type ``attached``.
 
     Raises:
       StateMismatchError: if ``strict`` and there are leaves that do not fit; if not, these are skipped.

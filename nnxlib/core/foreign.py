@@ -28,7 +28,7 @@ from .static import Const
 
 
 class Held(NamedTuple):
-    """What a container holds."""
+    """The items that a container held."""
 
     container: Any
     keys: list[Any] | None  # None for a list

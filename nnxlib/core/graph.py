@@ -76,7 +76,7 @@ from .walk import Walk
 
 
 class Packed(NamedTuple):
-    """What :func:`pack` returns."""
+    """The result of :func:`pack`."""
 
     layout: Layout
     leaves: list[Any]
@@ -185,7 +185,7 @@ class After(NamedTuple):
 
     @classmethod
     def of(cls, walk: Walk, rows: Sequence[Row], delta: Delta) -> After:
-        """What a walk has found, with the leaves of a Delta as JAX can return them: in place of a jax.Ref its value."""
+        """Make one from a walk and its Delta. The leaves are what JAX can return: in place of a jax.Ref, its value."""
 
         def leaf(row: int, k: int) -> Any:
             if row not in walk.cells:
@@ -251,7 +251,7 @@ def changed_row(old: NodeRow, old_arrays: Iterator[Any], new: NodeRow, arrays: I
 
 
 def _contents_by_field(row: NodeRow, arrays: Iterator[Any]) -> dict[Any, tuple[Spec, list[int]]]:
-    """What each field holds: its spec, and the ids of its arrays, which are the next ones."""
+    """The contents of each field, by name: its spec, and the ids of its arrays, the next ones of ``arrays``."""
     return {name: (spec, [id(next(arrays)) for _ in range(count_leaves(spec))]) for name, spec in row.fields}
 
 
@@ -371,7 +371,7 @@ jax.jit, nnx.scan instead of jax.lax.scan), or make the call read-only (for exam
 
 
 def _what_changed(row: Row) -> str:
-    """What a row of a Delta is about to change in an object, for a message."""
+    """Name what a row of a Delta would change in an object, for a message."""
     if type(row) is VariableRow:
         return "the metadata"
     names = [name for name, spec in row.fields if spec is not SAME]

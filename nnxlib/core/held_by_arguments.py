@@ -44,7 +44,7 @@ def _statics(layout: Layout) -> list[Any]:
 
 
 def _reached(stack: list[Any]) -> Iterator[Any]:
-    """What functions, partials, bound methods and containers hold, and these themselves, each once."""
+    """Yield functions, partials, bound methods and containers on the stack, and all that they hold, each once."""
     seen = set[int]()
     while stack:
         x = stack.pop()
@@ -59,7 +59,7 @@ def _reached(stack: list[Any]) -> Iterator[Any]:
 
 
 def statics_and_classes(*layouts: Layout) -> list[Any]:
-    """What may hold other objects besides the data of objects: their static values, and their classes."""
+    """The static values of objects, and their classes: besides their data, these may hold other objects."""
     statics = [x for layout in layouts for x in _statics(layout)]
     classes = {row.type: None for layout in layouts for row in layout.rows if isinstance(row, NodeRow)}
     return [*statics, *[cls for cls in classes if not is_of_library(vars(cls))]]
@@ -113,7 +113,7 @@ def _methods(layout: Layout) -> list[types.FunctionType]:
 
 
 def _in_classes(layout: Layout) -> list[Any]:
-    """What is in the classes of objects and their base classes, except in those of libraries."""
+    """The attributes of the classes of objects and of their base classes, except those of libraries."""
     classes = {cls: None for row in layout.rows if isinstance(row, NodeRow) for cls in row.type.__mro__}
     own = [vars(cls).copy() for cls in classes if not is_of_library(vars(cls))]
     return [x for held in own for name, x in held.items() if name != "__annotate_func__"]  # which only names types

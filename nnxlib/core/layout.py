@@ -187,7 +187,7 @@ class Layout:
 
     @functools.cached_property
     def blueprint(self) -> Blueprint:
-        """How to build objects of this layout."""
+        """The plan by which objects of this layout are built."""
         return Blueprint(self.rows, self.variables)
 
     @functools.cached_property
@@ -267,7 +267,7 @@ class Layout:
 
     @functools.cached_property
     def nesting(self) -> Nesting | None:
-        """How all leaves stand in nested dicts; None if JAX cannot flatten these."""
+        """The places of all leaves in nested dicts; None if JAX cannot flatten these."""
         if max(map(len, self.leaf_paths), default=0) >= _DEEPEST_TREE:
             return None
         try:
@@ -276,7 +276,7 @@ class Layout:
             return None
 
     def grouped(self, filters: Hashable, groups: Callable[[], Iterable[Sequence[tuple]]]) -> list[Nesting]:
-        """How the leaves of each group stand in nested dicts; ``groups`` gives their paths. Cached by the filters."""
+        """The places of the leaves of each group in nested dicts; ``groups()`` gives their paths. Cached by filters."""
         found = self._grouped.get(filters)
         if found is None:
             found = [Nesting(self.leaf_paths, [self.positions[path] for path in paths]) for paths in groups()]

@@ -112,7 +112,7 @@ class LiveTable:
 
 
 class PendingTable:
-    """What is known about an object that was just built: enough to make its table without a walk."""
+    """In place of the table of an object that was just built: all that is needed to make the table without a walk."""
 
     __slots__ = ("layout", "objects", "stamp")
 
@@ -137,5 +137,5 @@ class Variant:
 
 
 def container_of(node: Any, name: Any) -> Any:
-    """What holds a field of a node: the dict of its attributes, or the node itself."""
+    """The container of a field of a node: the dict of its attributes, or the node itself."""
     return attributes_of(node) if isinstance(node, HasAttributes) and name in attributes_of(node) else node

@@ -56,7 +56,7 @@ class LookUp(NamedTuple):
         return self.kind(self.holder, self.key)
 
     def found(self) -> Any:
-        """What :meth:`find` returns; None if it fails."""
+        """The result of :meth:`find`; None if it fails."""
         try:
             return self.find()
         except Exception:
@@ -64,7 +64,7 @@ class LookUp(NamedTuple):
 
     @property
     def address(self) -> Hashable:
-        """What is looked up, regardless of the holder: the same attribute of two objects has the same address."""
+        """A key for what is looked up, whatever the holder: the same attribute of two objects has the same address."""
         if self.kind in WITHIN:
             return self.holder.address, self.key
         if self.kind is in_class:
@@ -213,7 +213,7 @@ def look_ups_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
 
 
 def held_by(x: Any) -> list[Any]:
-    """What a function, a bound method, a partial or a container refers to now; not the globals of a function."""
+    """The values that a function (without its globals), bound method, partial or container refers to now."""
     return [look_up.found() for look_up in look_ups_in(x, ())]
 
 

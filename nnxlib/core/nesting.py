@@ -17,7 +17,7 @@ from .traversals import nested
 
 
 class Nesting:
-    """Where some leaves of a layout stand in nested dicts.
+    """The places of some leaves of a layout in nested dicts.
 
     Args:
       paths: of all leaves of the layout, in its order.
@@ -42,7 +42,7 @@ class Nesting:
         self._inverse = sorted(range(len(order)), key=order.__getitem__)
 
     def within(self, count: int) -> list[int]:
-        """Those of the ``positions`` that are less than ``count``."""
+        """The ``positions`` that are less than ``count``."""
         return self.positions[: bisect.bisect_left(self.positions, count)]
 
     def sort(self, leaves: list[Any]) -> list[Any]:

@@ -59,7 +59,7 @@ def _packed(node: Any) -> Packed:
 
 
 def _to_be_read(node: Any) -> tuple[Layout, Callable[[], list[Any]], list[Any]]:
-    """The same, with a function that reads the leaves."""
+    """As :func:`_packed`, but with a function that reads the leaves."""
     if isinstance(node, Node):
         notice(node)
         table = table_of(node)

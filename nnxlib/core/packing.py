@@ -84,7 +84,7 @@ def _is_built(x: Any) -> bool:
 
 
 class Sharing(NamedTuple):
-    """What one of several objects shares with those before it, and what is its own. Static."""
+    """The parts that one of several objects shares with those before it, and the parts of its own. Static."""
 
     shared: tuple[tuple[int, tuple[int, int]], ...]  # (row, (the number of an earlier object, the row there))
     cells: Sequence[int]  # the numbers of its own cells
@@ -93,7 +93,7 @@ class Sharing(NamedTuple):
 
 @final
 class VariableGroup:
-    """In place of a table for each: Variables that are arguments by themselves, such as those of a State.
+    """Variables that are arguments by themselves, such as those of a State; it takes the place of a table for each.
 
     They are often new at each call, as gradients are, and a table takes longer than to read a Variable. So a group is
     made for one call.
@@ -111,7 +111,7 @@ class VariableGroup:
         return self.objects
 
     def array_values(self) -> list[Any]:
-        """There are none."""
+        """None: a Variable holds no arrays besides its value."""
         return []
 
 
@@ -119,7 +119,10 @@ Tables = Sequence[LiveTable | VariableGroup]  # of objects in arguments, in orde
 
 
 def sharing_of(roots: Sequence[Any], tables: Tables) -> tuple[Sharing, ...]:
-    """What several objects share, given their tables; empty if nothing. Computed once for tables that are kept."""
+    """The :class:`Sharing` of each of several objects, given their tables; empty if they share nothing.
+
+    Computed once for tables that are kept.
+    """
     kept = [table for table in tables if type(table) is LiveTable]
     if len(kept) < len(tables):
         alone = [x for table in tables if type(table) is VariableGroup for x in table.objects]

@@ -102,7 +102,7 @@ def _variant_of(table: LiveTable, layout: Layout, shortcuts: dict[Any, Any]) -> 
 
 
 def _contents(table: LiveTable, nodes: Iterable[Node]) -> Contents:
-    """What some nodes of a table hold now."""
+    """The present contents of some nodes of a table."""
     held = {table.index[id(x)]: (x, x._nnx_contents()) for x in nodes}
     return {i: (x._nnx_marks or NO_METADATA, (type(x), *items), [*items.values()]) for i, (x, items) in held.items()}
 

@@ -44,7 +44,7 @@ _BY_ANY_NAME = "getattr", "hasattr", *OVER_ALL  # code with one of these names m
 
 
 class Reached(NamedTuple):
-    """What can be reached from a function."""
+    """The values that can be reached from a function."""
 
     chains: list[Chain]  # the shortest one to each value, then all others to Modules and Variables
     ends: list[Chain]  # all chains to constants, and to tuples
@@ -52,7 +52,7 @@ class Reached(NamedTuple):
     alternatives: Sequence[Chain] = ()  # other chains to values, such as containers, through which objects are reached
 
     def followable(self, chains: Iterable[Chain]) -> list[Chain]:
-        """Those of some chains that the function may follow."""
+        """Select the chains that the function may follow."""
         along = {id(chain.value) for chain in self.alternatives}
         return [chain for chain in chains if chain.may_be_followed(self.names, along)]
 
@@ -151,7 +151,7 @@ class _Search:
         return Reached(chains, self.ends, self.names, self.alternatives_to_objects(chains))
 
     def alternatives_to_objects(self, chains: Sequence[Chain]) -> list[Chain]:
-        """Those of the alternatives through which objects are reached, and which the function may follow."""
+        """The alternatives that lead to objects, and that the function may follow."""
         objects = [chain for chain in chains if issubclass(type(chain.value), Identified)]
         leading = {id(holder) for chain in objects for _, holder in chain.back()} if self.alternatives else ()
         found, along = list[Chain](), set[int]()

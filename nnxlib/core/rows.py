@@ -94,7 +94,7 @@ def same_node(a: tuple[type, Any] | None, b: tuple[type, Any] | None) -> bool:
 
 
 class BoundMethod(NamedTuple):
-    """In place of a treedef, for a method bound to a node, as in ``self.apply = self.block.forward``."""
+    """The treedef of a method bound to a node, as in ``self.apply = self.block.forward``; JAX has none for it."""
 
     function: Callable
 
@@ -107,7 +107,7 @@ Spec = _Symbol | Ref | Const | Tree
 
 @final
 class VariableRow(NamedTuple):
-    """What is static about a Variable. Its value is a leaf."""
+    """The row of a Variable: all that is static about it. Its value is a leaf."""
 
     type: type
     metadata: Const
@@ -115,7 +115,7 @@ class VariableRow(NamedTuple):
 
 @final
 class NodeRow(NamedTuple):
-    """What is static about a node."""
+    """The row of a node: all that is static about it."""
 
     type: type
     names: tuple  # of the fields, in the order of insertion, which users can see
@@ -165,7 +165,7 @@ def value_of(spec: Spec, objects: Sequence[Any] | Mapping[int, Any], leaves: Ite
 
 
 def count_leaves(spec: Spec) -> int:
-    """How many leaves a spec has itself; not those of the objects that it refers to."""
+    """The number of leaves in a spec itself, without those of the objects that it refers to."""
     if type(spec) is Tree:
         return sum(map(count_leaves, spec.children))
     return int(spec is LEAF)
@@ -189,7 +189,7 @@ def own_leaf_paths(item: NodeRow | Spec, path: tuple = ()) -> list[tuple]:
 
 
 def leaves_by_field(row: NodeRow) -> list[range]:
-    """For each field, the numbers of those leaves of the node that are in it."""
+    """For each field, which of the leaves of the node are in it."""
     found, stop = [], 0
     for _, spec in row.fields:
         start, stop = stop, stop + count_leaves(spec)

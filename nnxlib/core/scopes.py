@@ -29,7 +29,7 @@ class use_name_scopes(Switch):
 
 
 def scope_of_call(listener: Listener, module: Any, name: str) -> str:
-    """What a call of a method adds to the name scope around it."""
+    """The text that a call of a method adds to the name scope around it."""
     stack = listener.stack
     if stack and stack[-1][0] is module:  # super().__call__, or another method of the same Module: the same path
         return ""

@@ -126,7 +126,7 @@ class Walk:
         return found
 
     def values_of(self, row: int) -> Sequence[Any]:
-        """What filters see of a row: the Variable itself, or the arrays that the node holds."""
+        """The values of a row that filters are asked about: the Variable itself, or the arrays that the node holds."""
         return (self.objects[row],) if row in self.cells else self.arrays[row]
 
     def _drain(self, found: Spec | _Frame) -> Spec:
@@ -233,7 +233,7 @@ class Walk:
         return _Frame(items, number, path, finish)
 
     def variable_row(self, variable: Variable, path: tuple) -> VariableRow:
-        """What is static about a Variable now."""
+        """The row of a Variable as it is now."""
         kind = type(variable)
         if variable._metadata:
             metadata = variable._metadata.const((*path, "metadata"))

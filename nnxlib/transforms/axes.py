@@ -64,7 +64,7 @@ def strip_axes(layout: Layout, leaves: Sequence[Any], labels: Sequence[Any], nam
 
 
 def stack_axes(after: After, labels: Sequence[Any], layout: Layout, name: AxisName) -> tuple[After, Sequence[Any]]:
-    """What a function did that ran on slices, once the leaves whose label is an axis have been stacked; and the labels.
+    """The result of a function that ran on slices, as it is once the leaves with an axis are stacked; and the labels.
 
     The function was given objects of the ``layout``. What it has recorded for an ``nnx.capture`` is stacked, too.
     """

@@ -150,7 +150,7 @@ def _branch(f: Callable, count: int, k: int) -> Callable:
 
 
 def _with_all_arrays(layout: Layout, after: After, out: Any) -> tuple[After, tuple]:
-    """What a branch did, with all arrays of each node whose structure has changed.
+    """The result of a branch, with all arrays of each node whose structure has changed.
 
     So branches that change a node in the same way, but other arrays in it, have the same rows.
     """
@@ -165,7 +165,7 @@ def _with_all_arrays(layout: Layout, after: After, out: Any) -> tuple[After, tup
 
 
 def _recorded(layout: Layout, bodies: Sequence[Body]) -> dict[tuple, Any]:
-    """What the branches record for a capture, with the longest type of each; empty if all record the same."""
+    """The recordings of the branches for a capture, each with its longest type; empty if all record the same."""
     found: list[dict[tuple, Any]] = []
     for body in bodies:
         types = dict(zip(body.owners, body.types, strict=True))
@@ -260,7 +260,7 @@ _ALIKE = "Let all branches attach, delete and replace the same attributes, or do
 
 
 def _sources(body: Body, owners: Sequence[Owner], layout: Layout) -> list[int]:
-    """Where a branch has each leaf: the place among those that it returns and, after these, those that came in."""
+    """The place of each leaf in a list of those that a branch returns, followed by those that it was given."""
     place = {owner: k for k, owner in enumerate(body.owners)}
     return [place[x] if x in place else len(place) + layout.owner_positions[x] for x in owners]
 

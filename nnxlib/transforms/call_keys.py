@@ -34,7 +34,7 @@ LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are adde
 
 
 class KnownCall(NamedTuple):
-    """What was found out about a call."""
+    """All that was found out about a call to look up its compiled function."""
 
     key: tuple[Hashable, tuple[Any, ...], Any]  # the signature, the layouts of objects, what they share
     signature: Hashable
@@ -74,7 +74,7 @@ def unfolded(leaves: Sequence[Any], key: Hashable, flatten: Callable, has_static
 
 
 def known_call(leaves: Sequence[Any], signature: Hashable, grouping: bool = True) -> KnownCall | None:
-    """What is known of a call with these leaves; None if an object has to be walked, or if a leaf is a container.
+    """Describe a call with these leaves; None if an object has to be walked, or if a leaf is a container.
 
     Variables that are leaves are grouped, if the first of them has no table; not if ``grouping`` is False.
     """

@@ -45,7 +45,7 @@ NOTHING: Captured = (), None
 
 
 class Known(NamedTuple):
-    """What is known about the objects that a function captures."""
+    """All that is known about the objects that a function captures."""
 
     roots: Sequence[weakref.ref] = ()  # the objects
     running: Running = MappingProxyType({})  # the code that was running when they were noticed
@@ -217,7 +217,7 @@ class Captures:
         return known, self._search(known, objects)
 
     def _found_again(self, before: Known) -> Known:
-        """What is known after something has changed: the objects that are now at addresses of captured ones.
+        """The Known after something has changed: the objects that are now at addresses of captured ones.
 
         Perhaps a dict has only grown, or another model has taken the place of one.
         """
@@ -260,7 +260,7 @@ class Captures:
         return found
 
     def _known_from(self, found: Reached, roots: Sequence[weakref.ref], before: Known) -> Known:
-        """What is known from a search: what to look up on the chains to the roots, and to where Modules may come."""
+        """The Known of a search: what to look up on the chains to the roots, and to where Modules may come."""
         chains_to: dict[int, list[Chain]] = {}
         for chain in found.chains:
             chains_to.setdefault(id(chain.value), []).append(chain)
@@ -298,7 +298,7 @@ def _used(found: Reached) -> list[Any]:
 
 
 def _leading_to(objects: Sequence[Any], holders: Sequence[Any], found: Reached, own: Reached) -> list[Any]:
-    """Those of the holders from which objects can be reached, other than through functions on the ``own`` chains.
+    """The holders from which objects can be reached, other than through functions on the ``own`` chains.
 
     What such a function refers to is looked up at each call already.
     """

@@ -375,7 +375,7 @@ class _Call:
         return after.leaves, Outcome(after.delta), Tangents(table, positions)
 
     def _describe(self, a: Delta, b: Delta) -> str:
-        """Where two Deltas differ, for a message."""
+        """Describe where two Deltas differ, for a message."""
         changed = {*a.values, *(i for i, _ in a.rows)} ^ {*b.values, *(i for i, _ in b.rows)}
         paths = [format_path(self.layout.paths[i]) for i in sorted(changed) if i < len(self.layout.rows)]
         return ", ".join(paths) or ("the structure of the output" if a.root != b.root else "the structure of a Module")

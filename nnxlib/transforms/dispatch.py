@@ -220,7 +220,7 @@ def _by_table(pairs: Iterable[tuple[int, int]]) -> Numbers:
 
 
 def _of_each_table(numbers: Numbers, held: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """For each table, those of the cells or arrays that it has (``held``) whose numbers are given."""
+    """For each table, the cells or arrays with the given numbers, out of all that it has (``held``)."""
     found: list[list[Any]] = [[] for _ in held]
     for k, chosen in numbers:
         found[k] += [held[k][j] for j in chosen]
@@ -232,7 +232,7 @@ def _cells_at(numbers: Numbers, tables: Tables) -> list[Cell]:
 
 
 class _Reads(NamedTuple):
-    """What a compiled function is passed: the values of cells, then arrays in nodes, then all plain leaves."""
+    """The inputs of a compiled function: the values of cells, then arrays in nodes, then all plain leaves."""
 
     compiled: Compiled
     cells: Numbers
@@ -468,7 +468,7 @@ class Shortcut:
 
 
 class Part:
-    """What a shortcut reads and writes of one object. Kept only on the table of the object."""
+    """The cells and arrays of one object that a shortcut reads and writes. Kept only on the table of the object."""
 
     __slots__ = ("arrays", "index", "inputs", "kind", "outputs", "read", "shortcut", "write")
 

@@ -315,7 +315,7 @@ def _values(module: Any, but: type | tuple = ()) -> dict[Path, Any]:
 
 
 def _by_path(variables: Any, skeleton: Mapping[Path, Any]) -> dict[Path, tuple[str, Any]]:
-    """What is given, by path, with the collection that it is in."""
+    """The given values by path, each with the collection that it is in."""
     if not isinstance(variables, Mapping) or isinstance(variables, State):
         raise errors.InvalidVariablesError(
             f"Variables are a dict of collections, {{'params': {{...}}}}, as init returns them, got "

@@ -352,7 +352,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         return self
 
     def _cache_size(self) -> int:
-        """How often the function was traced; functions jitted by JAX have this method, too."""
+        """The number of traces of the function; functions jitted by JAX have this method, too."""
         return self._traces.count if self._plans else 0
 
     def clear_cache(self) -> None:
@@ -481,7 +481,7 @@ HIDING.add(JitWrapped)
 
 
 class _Label:  # no dataclass, whose making takes 1% of the time to import nnxlib; no tuple, which JAX would flatten
-    """How a leaf is passed: its sharding, and whether it is donated."""
+    """The label of a leaf: its sharding, and whether it is donated."""
 
     __slots__ = ("donated", "sharding")
 

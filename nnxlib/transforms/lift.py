@@ -227,7 +227,7 @@ class Crossing:
         return cross(f, self.layout, leaves, forced)
 
     def _labelled(self, labels: Labels, after: After, out: Any) -> tuple[After, Sequence[Any]]:
-        """What comes back, and the labels of its leaves."""
+        """What comes back from the function, and the label of each of its leaves."""
         return after, labels_after(labels, after, output_entries(self.out_prefix, out, self.out_option))
 
     def _read(self, after: After) -> Sequence[int]:

@@ -28,7 +28,7 @@ class Literals(NamedTuple):
     variables: Sequence[weakref.ref]
 
     def now(self) -> list[Any]:
-        """What the Variables hold now; None in place of what is no literal any more."""
+        """The present values of the Variables; None for one that is no literal any more."""
         values = [getattr(getattr(reference(), "_cell", None), "value", None) for reference in self.variables]
         return [value if is_literal(value) or is_integer(value) else None for value in values]
 

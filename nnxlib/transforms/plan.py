@@ -48,7 +48,7 @@ R = TypeVar("R")
 
 
 class WithOutcome(NamedTuple):
-    """What a compiled function returns if its leaves alone are not enough."""
+    """The result of a compiled function if the leaves alone do not say what has changed."""
 
     groups: tuple[Sequence[Any], ...]  # of leaves, one for each lane
     outcome: Outcome
@@ -134,12 +134,12 @@ class Compiled:
             raise
 
     def without_output(self, returned: tuple[Any, ...]) -> WithOutcome:
-        """What the jitted function returned, without the user's output."""
+        """The result of the jitted function, without the user's output."""
         groups, outcome = self.unpacked(returned)
         return WithOutcome(groups, Outcome(outcome.delta._replace(root=Const.of(None)), outcome.lane_of))
 
     def unpacked(self, returned: tuple[Any, ...]) -> Returned:
-        """What the jitted function returned: leaves by lane, and the Outcome, always the same object for one trace."""
+        """The result of the jitted function: leaves by lane, and the Outcome, always the same object for one trace."""
         return returned if type(returned) is WithOutcome else ((returned,), self._outcomes[0])
 
 
@@ -200,7 +200,7 @@ class Plan:
     def _replay(
         self, traced: Any, leaves: Sequence[Any], inputs: Sequence[int], outcome: Outcome
     ) -> Callable[..., Returned]:
-        """What was traced on all leaves, as a function of some of them: so user code does not run a second time."""
+        """The trace on all leaves as a function of some of them, so that user code does not run a second time."""
         whole = self.whole
         if len(inputs) == len(self._all) and not self._options:
             # A jitted call within another, for which JAX has the trace. (Options would be refused, or apply twice.)

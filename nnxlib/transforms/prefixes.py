@@ -254,7 +254,7 @@ def broadcast_prefix(prefix: Any, tree: Any, name: str) -> list[Any]:
 
 
 def _first_misfit(prefix: Any, tree: Any, path: tuple = ()) -> tuple[tuple, Any, Any] | None:
-    """Where a prefix and the values first part: the path, the entry and the value. (JAX would name an entry None.)"""
+    """The first place where a prefix differs from the values: path, entry and value. (JAX would name an entry None.)"""
     (entries, kind), (values, other) = (
         jtu.tree_flatten_with_path(x, lambda y, x=x: y is not x) for x in (prefix, tree)
     )

@@ -210,7 +210,7 @@ def as_function(f: Callable) -> Callable:
 
 
 def settings_of(f: Callable) -> Hashable:
-    """What a program made from a method of a plain object, or from a callable object, depends on: its attributes.
+    """The attributes on which a program made from a callable object, or a method of a plain object, depends.
 
     Of a Module among them only the type counts, since another one is noticed (:meth:`Program.look_at`). Arrays are
     compared by identity, all else by value; if something cannot be compared, the result equals no other. A function has

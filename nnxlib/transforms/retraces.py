@@ -34,7 +34,7 @@ _IN_A_ROW = 8  # how many traced calls cause a warning
 
 
 class _Note(NamedTuple):
-    """What one trace was made for."""
+    """A note of one trace: the structure and the types that it was made for."""
 
     call: int  # the number of the call
     layout: Layout

@@ -196,7 +196,7 @@ class _Scan(NamedTuple):
         return self._run(body, leaves, sources)
 
     def _stacked(self, after: After, out: Any) -> tuple[After, Sequence[Any]]:
-        """What the body did, once slices have been stacked; and the labels of the leaves that come back."""
+        """The result of the body as it is once slices are stacked; and the labels of the leaves that come back."""
         _check_values(out, self.out_axes)
         found = labels_after(self.labels, after, output_entries(self.out_axes, out, "out_axes"))
         return stack_axes(after, found, self.layout, self.axis_name)
@@ -346,7 +346,7 @@ def _places_of_carry(in_axes: Any, out_axes: Any) -> tuple[tuple[int, ...] | Non
 
 
 def _place_of_carry(axes: Any, name: str) -> tuple[int, ...] | None:
-    """Where ``Carry`` stands in a prefix: () for all of it, (i,) for entry i, None if it has none."""
+    """The place of ``Carry`` in a prefix: () for all of it, (i,) for entry i, None if it has none."""
     if axes is Carry:
         return ()
     entries = list(axes) if isinstance(axes, tuple | list) else []

@@ -195,7 +195,7 @@ class Tangents(NamedTuple):
 
     @classmethod
     def of_leaves(cls, layout: Layout, leaves: Sequence[Any]) -> Tangents:
-        """Those of all leaves of floating or complex type, and of all arrays that are in no object.
+        """Make one for all leaves of floating or complex type, and all arrays that are in no object.
 
         As in JAX, tangents of integers are of type float0.
         """
@@ -223,14 +223,14 @@ class Tangents(NamedTuple):
         return folded
 
     def fold_arguments(self, values: Sequence[Any], numbers: Iterable[int]) -> list[Any]:
-        """The same for those of packed ``Arguments`` with the given numbers.
+        """As :meth:`fold`, for those of packed ``Arguments`` with the given numbers.
 
         As in JAX, the others are not made: their classes may refuse a None in place of an array.
         """
         return self.fold_parts(values, [(("args", i), part_of(self.layout.root, (0, i))) for i in numbers])
 
     def fold_parts(self, values: Sequence[Any], parts: Sequence[tuple[tuple, Spec]]) -> list[Any]:
-        """The same for parts of the pytree, each given by its path and spec."""
+        """As :meth:`fold`, for parts of the pytree, each given by its path and spec."""
         paths = self.layout.leaf_paths
         nested = from_flat_state([(paths[k], value) for k, value in zip(self.positions, values, strict=True)])
         return [_fold(self.layout, spec, _below(nested, path)) for path, spec in parts]

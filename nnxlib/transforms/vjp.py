@@ -54,7 +54,7 @@ class Derivation:
 
     @property
     def leaves(self) -> list[Any]:
-        """Those that are differentiated."""
+        """The leaves that are differentiated."""
         return self.tangents.take(self.packed.leaves)
 
     def pure(self, leaves: list[Any]) -> tuple[list[Any], tuple[list[Any], Outcome, Tangents]]:
