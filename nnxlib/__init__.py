@@ -254,6 +254,7 @@ if _typing.TYPE_CHECKING:
     from .transforms.general import named_call as named_call
     from .transforms.jacobian import hessian as hessian
     from .transforms.jacobian import jacfwd as jacfwd
+    from .transforms.jacobian import jacobian as jacobian
     from .transforms.jacobian import jacrev as jacrev
     from .transforms.loops import fori_loop as fori_loop
     from .transforms.loops import while_loop as while_loop
@@ -268,6 +269,7 @@ if _typing.TYPE_CHECKING:
     from .transforms.scan import Carry as Carry
     from .transforms.scan import scan as scan
     from .transforms.shard import shard_map as shard_map
+    from .transforms.vjp import fwd_and_bwd as fwd_and_bwd
     from .transforms.vjp import jvp as jvp
     from .transforms.vjp import linearize as linearize
     from .transforms.vjp import vjp as vjp
@@ -301,8 +303,8 @@ else:
         ".transforms.partials": "cached_partial jit_partial",
         ".transforms.metadata": "add_metadata_axis transform_metadata",
         ".transforms.custom": "custom_jvp custom_vjp",
-        ".transforms.vjp": "jvp linearize vjp",
-        ".transforms.jacobian": "hessian jacfwd jacrev",
+        ".transforms.vjp": "fwd_and_bwd jvp linearize vjp",
+        ".transforms.jacobian": "hessian jacfwd jacobian jacrev",
         ".transforms.map_variables": "map_variables",
         ".transforms.remat_scan": "remat_scan",
         ".transforms.shard": "shard_map",

@@ -7,6 +7,7 @@ from .grad import grad as grad
 from .grad import value_and_grad as value_and_grad
 from .remat import remat as remat
 from .tangents import DiffState as DiffState
+from .vjp import PullBack as PullBack
 from .vjp import jvp as jvp
 from .vjp import vjp as vjp
 

@@ -194,8 +194,7 @@ class CustomVjp(_Custom):
     """A function with its own rule for gradients; what :func:`custom_vjp` returns."""
 
     _of_all = False  # whether the gradients of the arguments have leaves that are not floating, too
-    _rules: tuple[Callable, Callable] | None = None
-    _options: dict[str, bool]
+    _rules: dict[str, tuple[tuple[Callable, ...], dict[str, bool]]]  # by the method that sets them, as in JAX
 
     def defvjp(
         self,
@@ -212,40 +211,92 @@ class CustomVjp(_Custom):
         Modules zeros. ``optimize_remat`` is the flag of JAX for functions under ``remat``; further ``options`` are
         those of the installed ``jax.custom_vjp``, such as ``generic_batching``.
         """
-        check_options(options, jax.custom_vjp.defvjp)
-        self._rules = fwd, bwd
-        self._options = {"symbolic_zeros": symbolic_zeros, "optimize_remat": optimize_remat, **options}
+        options = {"symbolic_zeros": symbolic_zeros, "optimize_remat": optimize_remat, **options}
+        self._set("defvjp", (fwd, bwd), options)
+
+    def defvjp_with_logs(self, fwd: Callable, bwd: Callable, **options: bool) -> None:
+        """Set a rule that also logs: ``bwd`` returns ``(gradients, logs)``, with a dict of pytrees or None.
+
+        The logs are what ``pull_back.with_logs(gradient)`` of :func:`vjp` returns besides the gradients. With JAX 0.12
+        or newer; ``options`` as for :meth:`defvjp`.
+        """
+        self._set("defvjp_with_logs", (fwd, bwd), options)
+
+    def defvjp_with_accums(self, fwd: Callable, bwd: Callable, **options: bool) -> None:
+        """Set a rule that adds its gradients up: ``bwd`` also takes an accumulator for each argument, at the end.
+
+        That of a Module is a State of accumulators, in place of the values that are differentiated:
+        ``layers.kernel.value.accum(gradient)``. ``bwd`` returns None, or logs as for :meth:`defvjp_with_logs`.
+        """
+        self._set("defvjp_with_accums", (fwd, bwd), options)
+
+    def defremat(self, fwd: Callable, rem: Callable, bwd: Callable, **options: bool) -> None:
+        """Set the rules for use under ``remat``; as in JAX, which needs the flags ``jax_custom_vjp3``, ``jax_remat3``.
+
+        ``fwd`` and ``bwd`` are as for :meth:`defvjp`. In between, on the backward pass, ``rem(residuals, *arguments)``
+        returns ``(output, residuals)`` for ``bwd``, and makes the same changes to the arguments as ``fwd``.
+        """
+        self._set("defremat", (fwd, rem, bwd), options)
+
+    def defremat_with_logs(self, fwd: Callable, rem: Callable, bwd: Callable, **options: bool) -> None:
+        """The same, with a ``bwd`` that also logs; see :meth:`defvjp_with_logs`."""
+        self._set("defremat_with_logs", (fwd, rem, bwd), options)
+
+    def _set(self, method: str, rules: tuple[Callable, ...], options: dict[str, bool]) -> None:
+        check_options(options, getattr(jax.custom_vjp, method))
+        kept = {name: x for name, x in getattr(self, "_rules", {}).items() if name[:6] != method[:6]}
+        self._rules = {**kept, method: (rules, options)}  # one for use under remat, one for all else
 
     def _transformed(self, call: _Call) -> Callable:
-        if self._rules is None:
+        if not hasattr(self, "_rules"):
             raise ArgumentError(f"{self!r} has no rule yet; set it with .defvjp(forward, backward).")
-        forward, backward = self._rules
         custom = jax.custom_vjp(call.named(call.pure, self._function))
-
-        def fwd(leaves: list[Any]) -> tuple[Any, tuple]:
-            def run(*args: Any) -> Any:
-                out, residuals = as_pair(forward(*args), _FORWARD)
-                nondiff, _ = as_bound([args[i] for i in call.nondiff], {})
-                return pack((nondiff, residuals)), out
-
-            leaves = call.shown(leaves) if self._options["symbolic_zeros"] else leaves
-            (packed, _), after = cross(run, call.layout, leaves, part=operator.itemgetter(1))
-            return call.outputs(after), (packed.leaves, Tangents(packed.layout, ()))
-
-        def bwd(saved: tuple, gradients: tuple[list[Any], Outcome, Tangents]) -> tuple:
-            leaves, table = saved
-            (nondiff, residuals), _ = build(table.layout, leaves)
-            values = _without_symbols(gradients[2], gradients[0])
-            of_arguments, of_output, paths = call.gradients(values, gradients[2], self._of_all)
-            try:
-                found = backward(*nondiff, residuals, (of_arguments, of_output))
-            except (TypeError, AttributeError, ValueError) as error:
-                error.add_note(_GIVEN if self._of_all else f"{_GIVEN} {_FLOATING}")
-                raise
-            return tuple(call.unfold(found, paths))
-
-        custom.defvjp(call.named(fwd, forward), named(bwd, backward), **self._options)
+        for method, ((forward, *recompute, backward), options) in self._rules.items():
+            symbolic = bool(options.get("symbolic_zeros"))
+            fwd = call.named(functools.partial(self._forward, call, forward, symbolic), forward)
+            rem = [named(functools.partial(self._recompute, call, f), f) for f in recompute]
+            bwd = named(functools.partial(self._backward, call, backward, method), backward)
+            getattr(custom, method)(fwd, *rem, bwd, **options)
         return custom
+
+    @staticmethod
+    def _forward(call: _Call, rule: Callable, symbolic: bool, leaves: list[Any], saved: Sequence[Any] = ()) -> Any:
+        """What a rule computes in the forward pass: the output, and residuals. It is given what was ``saved``."""
+
+        def run(*args: Any) -> Any:
+            out, residuals = as_pair(rule(*saved, *args), _FORWARD)
+            nondiff, _ = as_bound([args[i] for i in call.nondiff], {})
+            return pack((nondiff, residuals)), out
+
+        leaves = call.shown(leaves) if symbolic else leaves
+        (packed, _), after = cross(run, call.layout, leaves, part=operator.itemgetter(1))
+        return call.outputs(after), (packed.leaves, Tangents(packed.layout, ()))
+
+    @classmethod
+    def _recompute(cls, call: _Call, rule: Callable, saved: tuple, *leaves: Any) -> Any:
+        """What a rule computes in between, given the residuals of the forward pass."""
+        (_, residuals), _ = build(saved[1].layout, saved[0])
+        return cls._forward(call, rule, False, [*leaves], [residuals])
+
+    def _backward(self, call: _Call, rule: Callable, method: str, saved: tuple, gradients: tuple, *accums: Any) -> Any:
+        """What a rule computes in the backward pass: the gradients, and logs."""
+        leaves, table = saved
+        (nondiff, residuals), _ = build(table.layout, leaves)
+        values = _without_symbols(gradients[2], gradients[0])
+        of_arguments, of_output, paths = call.gradients(values, gradients[2], self._of_all)
+        if accums:
+            targets = call.tangents.as_variables(call.tangents.take(accums))
+            accums = tuple(call.tangents.fold_arguments(targets, call.diff))
+        try:
+            found = rule(*nondiff, residuals, (of_arguments, of_output), *accums)
+        except (TypeError, AttributeError, ValueError) as error:
+            error.add_note(_GIVEN if self._of_all else f"{_GIVEN} {_FLOATING}")
+            raise
+        if accums:
+            return found
+        found, *logs = as_pair(found, _LOGGED) if method.endswith("_with_logs") else (found,)
+        of_leaves = tuple(call.unfold(found, paths))
+        return (of_leaves, *logs) if logs else of_leaves
 
 
 class CustomJvp(_Custom):
@@ -433,6 +484,8 @@ If the function, or its rule, refers to a Module or an array that is differentia
 for the arguments alone."""
 
 _FORWARD = "The forward rule must return a pair (output, residuals)"
+
+_LOGGED = "A backward rule that logs must return a pair (gradients, logs)"
 
 _RULE = "The rule must return a pair (output, tangent)"
 

@@ -77,6 +77,9 @@ def jacrev(
     return _jacobian(jax.jacrev, f, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
 
 
+jacobian = jacrev
+
+
 @as_operator
 @lifts_classes()
 def hessian(f: Callable = MISSING, argnums: Argnums = 0, has_aux: bool = False, holomorphic: bool = False) -> Callable:

@@ -6,6 +6,7 @@ differentiated, not only the ``Param`` Variables, as by ``grad``: there is no lo
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +19,16 @@ from ..core.graph import Packed, commit, pack
 from ..core.missing import MISSING, is_missing
 from ..core.packing import pack_live
 from ..core.recordings import give_on, with_carrier
+from ..core.rows import children
 from ..core.tracing import boundary
-from .callables import resolve
+from .callables import check_options, resolve
 from .grad import split_aux
+from .jit import jit
+from .labels import label_arguments
 from .leaf_checks import check_traceable, note_abstract, type_of
 from .lift import Arguments, Outcome, cross
-from .prefixes import PrefixMapping
-from .tangents import INEXACT, Argnums, Tangents, by_argument, choices, differentiated, is_inexact
+from .prefixes import PrefixMapping, argument_entries, check_labels, same_entries
+from .tangents import INEXACT, Argnums, Tangents, by_argument, choices, differentiated, is_inexact, is_single
 
 
 class Derivation:
@@ -38,6 +42,20 @@ class Derivation:
         self.has_aux, self.shift, self.args = has_aux, len(bound), (*bound, *primals)
         self.arguments = with_carrier(Arguments(self.args, {**bound_kwargs, **(kwargs or {})}))
         self.packed: Packed = pack_live(self.arguments)
+
+    def flags(self, prefix: Any, name: str) -> tuple[list[bool]]:
+        """For each leaf that is differentiated, what a prefix of the arguments has for it, True or False."""
+        check_labels(prefix, name, lambda x: isinstance(x, bool), "it takes True, False or nnx.StateAxes of these")
+        entries = same_entries(True, self.args[: self.shift])
+        entries += argument_entries(prefix, self.args[self.shift :], name)
+        entries += [True] * (len(children(self.packed.layout.root)) - len(entries))
+        return ([x is not False for x in self.tangents.take(label_arguments(self.packed, entries)[1])],)
+
+    def options(self, jax_transform: Callable, **prefixes: Any) -> dict[str, Any]:
+        """Those options of a transform of JAX that say something of each leaf, from what the user has given."""
+        given = {name: prefix for name, prefix in prefixes.items() if prefix is not None and prefix is not True}
+        check_options(given, jax_transform)
+        return {name: self.flags(prefix, name) for name, prefix in given.items()}
 
     def choose(self, argnums: Argnums | None, default: PrefixMapping = INEXACT) -> tuple[int, ...]:
         """Fix what is differentiated, all by default; returns the positions of the chosen arguments."""
@@ -86,6 +104,8 @@ def vjp(
     has_aux: bool = False,
     reduce_axes: Sequence[Any] = (),
     argnums: Argnums | None = None,
+    saveable_args: Any = True,
+    in_nzs: Any = None,
 ) -> Any:
     """Compute ``f(*primals)`` and a function that pulls back gradients of its output; ``jax.vjp`` with state.
 
@@ -95,10 +115,13 @@ def vjp(
       has_aux: whether ``f`` returns a pair, of which only the first is differentiated.
       reduce_axes: as in ``jax.vjp``.
       argnums: which arguments to differentiate, also with filters: ``DiffState(argnum, filter)``. All by default.
+      saveable_args: what ``pull_back`` may keep: True or False for each argument, ``StateAxes({filter: bool})`` for a
+        Module; of what is differentiated, as the rest is a constant. As in JAX, in 0.12 or newer.
+      in_nzs: what has a tangent other than zero, in the same form. The gradient of the rest is zero.
 
     Returns:
       ``(output, pull_back)``, and the aux value with ``has_aux``. ``pull_back`` takes a gradient like the output, and
-      returns a tuple of gradients like the arguments, each with a State in place of a Module.
+      returns a tuple of gradients like the arguments, each with a State in place of a Module. See :class:`PullBack`.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -111,24 +134,122 @@ def vjp(
       ArgumentError: by ``pull_back``, if what it is given is not like the output; names the path.
     """
     options: dict[str, Any] = {"has_aux": has_aux, "reduce_axes": reduce_axes, "argnums": argnums}
+    options |= {"saveable_args": saveable_args, "in_nzs": in_nzs}
     if is_missing(f):
         return functools.partial(vjp, **options)
     if not primals:
         return functools.wraps(f, updated=())(lambda *primals: vjp(f, *primals, **options))
     call = Derivation(f, primals, has_aux)
     numbers = call.choose(argnums)
-    values, pull, rest = jax.vjp(call.pure, call.leaves, has_aux=True, reduce_axes=reduce_axes)
+    given = call.options(jax.vjp, saveable_args=saveable_args, in_nzs=in_nzs)
+    values, pull, rest = jax.vjp(call.pure, call.leaves, has_aux=True, reduce_axes=reduce_axes, **given)
     leaves, outcome, outputs = rest
     out, aux = call.finish(leaves, outcome)
-    tangents, shapes = call.tangents, dict(zip(outputs.positions, map(type_of, values), strict=True))
-    floating = Tangents(outputs.layout, tuple([k for k, type_ in shapes.items() if is_inexact(type_)]))
+    sides = (call.tangents, call.leaves), (outputs, values)
+    types = [dict(zip(side.positions, map(type_of, xs), strict=True)) for side, xs in sides]
+    return (out, PullBack(pull, _Sides(call.tangents, numbers, outputs, *types)), *aux)
 
-    def pull_back(pull: Callable, gradient: Any) -> tuple:  # refers to no array
-        found = floating.unfold({OUTPUT: gradient}, shapes, "gradient", outputs.layout.positions.keys())
-        (grads,) = pull(outputs.filled(found, shapes))
-        return tuple(tangents.fold_arguments(tangents.as_variables(grads), numbers))
 
-    return (out, jax.tree_util.Partial(pull_back, pull), *aux)  # a pytree, which can be a residual or leave a jit
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Sides:
+    """What a pull-back takes and returns; refers to no array."""
+
+    inputs: Tangents
+    numbers: tuple[int, ...]  # of the arguments
+    outputs: Tangents
+    input_types: Mapping[int, Any]
+    output_types: Mapping[int, Any]
+
+
+@jax.tree_util.register_pytree_node_class
+class PullBack:
+    """The function that :func:`vjp` returns: ``pull_back(gradient)``. A pytree: it can be a residual or leave a jit.
+
+    With JAX 0.12 it has more of what that of ``jax.vjp`` has: ``with_logs``, ``out_nzs`` and ``args_res``.
+    """
+
+    def __init__(self, pull: Any, sides: _Sides):
+        self._pull, self._sides = pull, sides
+
+    def __call__(self, gradient: Any) -> Any:
+        """The gradients of the arguments, a tuple; with :attr:`with_logs` a pair of these and a dict."""
+        outputs, types = self._sides.outputs, self._sides.output_types
+        floating = Tangents(outputs.layout, tuple([k for k, type_ in types.items() if is_inexact(type_)]))
+        found = floating.unfold({OUTPUT: gradient}, types, "gradient", outputs.layout.positions.keys())
+        pulled = self._pull(outputs.filled(found, types))
+        ((grads,), *logs) = pulled if getattr(self._pull, "want_logs", False) else (pulled,)
+        folded = self._folded(grads)
+        return (folded, *logs) if logs else folded
+
+    def _folded(self, values: Sequence[Any]) -> tuple:
+        inputs = self._sides.inputs
+        return tuple(inputs.fold_arguments(inputs.as_variables(values), self._sides.numbers))
+
+    @property
+    def with_logs(self) -> PullBack:
+        """The same function, returning ``(gradients, logs)``: the dict that rules of ``defvjp_with_logs`` return."""
+        return PullBack(self._pull.with_logs, self._sides)
+
+    @property
+    def out_nzs(self) -> Any:
+        """A pytree like the output: whether each value may have a tangent other than zero, given ``in_nzs``."""
+        outputs = self._sides.outputs
+        return outputs.fold(outputs.as_variables(self._pull.out_nzs))[OUTPUT]
+
+    @property
+    def args_res(self) -> tuple:
+        """The arguments as they were kept; JAX's ``NotNeeded()`` or ``NotSaveable()`` stands for what was not.
+
+        Set this to the arguments to put back what ``saveable_args`` left out; Modules or States, before the call.
+        """
+        return self._folded(self._pull.args_res[0])
+
+    @args_res.setter
+    def args_res(self, values: Sequence[Any]) -> None:
+        inputs, numbers, types = self._sides.inputs, self._sides.numbers, self._sides.input_types
+        if len(values) != len(numbers):
+            raise ArgumentError(f"There must be one value for each argument: {len(values)} for {len(numbers)}.")
+        kept = dict(zip(inputs.positions, self._pull.args_res[0], strict=True))
+        found = inputs.unfold(inputs.arguments(numbers, values), types, "argument", inputs.layout.positions.keys())
+        self._pull = self._pull.replace(args_res=[[*(kept | found).values()]])
+
+    def tree_flatten(self) -> tuple[tuple, Any]:
+        return (self._pull,), self._sides
+
+    @classmethod
+    def tree_unflatten(cls, sides: _Sides, children: tuple[Any]) -> PullBack:
+        return cls(children[0], sides)
+
+
+def fwd_and_bwd(f: Callable, argnums: Argnums, has_aux: bool = False, jitted: bool = True) -> tuple[Callable, Callable]:
+    """Return the forward and the backward pass of ``f`` as two functions, each compiled once; ``jax.fwd_and_bwd``.
+
+    Args:
+      f: a function, method, callable Module or partial.
+      argnums: which arguments to differentiate, as in :func:`vjp`.
+      has_aux: whether ``f`` returns a pair, of which only the first is differentiated.
+      jitted: whether both are compiled, by ``nnx.jit``.
+
+    Returns:
+      ``(forward, backward)``. ``forward(*args, **kwargs)`` returns what :func:`vjp` returns: the output, residuals, and
+      the aux value with ``has_aux``; changes that ``f`` makes to its arguments appear on the objects that were passed
+      in. ``backward(residuals, gradient)`` returns a tuple of gradients, or one if ``argnums`` is not a sequence.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> forward, backward = nnx.fwd_and_bwd(lambda layer, x: layer(x), argnums=0)
+    >>> y, residuals = forward(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jnp.ones((1, 2)))
+    >>> backward(residuals, jnp.ones((1, 3))).bias.value.tolist()
+    [1.0, 1.0, 1.0]
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return vjp(functools.partial(f, **kwargs) if kwargs else f, *args, has_aux=has_aux, argnums=argnums)
+
+    def backward(residuals: PullBack, gradient: Any) -> Any:
+        grads = residuals(gradient)
+        return grads[0] if is_single(argnums) else grads
+
+    return (jit(forward), jit(backward)) if jitted else (forward, backward)
 
 
 @boundary
@@ -185,7 +306,9 @@ def _check_count(primals: Sequence[Any], tangents: Sequence[Any]) -> None:
 
 
 @boundary
-def linearize(f: Callable, *primals: Any, has_aux: bool = False, argnums: Argnums | None = None) -> Any:
+def linearize(
+    f: Callable, *primals: Any, has_aux: bool = False, argnums: Argnums | None = None, in_nzs: Any = None
+) -> Any:
     """Compute ``f(*primals)`` and a function that maps tangents forward, many times; ``jax.linearize`` with state.
 
     Args:
@@ -193,6 +316,8 @@ def linearize(f: Callable, *primals: Any, has_aux: bool = False, argnums: Argnum
       *primals: its arguments. Changes that ``f`` makes to them appear on the objects that were passed in, once.
       has_aux: whether ``f`` returns a pair, of which only the first is differentiated.
       argnums: as in :func:`vjp`.
+      in_nzs: as in :func:`vjp`. The tangents of the rest are ignored, and ``push_forward.out_nzs`` says which values of
+        the output may have one.
 
     Returns:
       ``(output, push_forward)``, and the aux value with ``has_aux``. ``push_forward`` takes tangents as :func:`jvp`
@@ -206,7 +331,8 @@ def linearize(f: Callable, *primals: Any, has_aux: bool = False, argnums: Argnum
     """
     call = Derivation(f, primals, has_aux)
     numbers = call.choose(argnums)
-    _, push, (leaves, outcome, outputs) = jax.linearize(call.pure, call.leaves, has_aux=True)
+    given = call.options(jax.linearize, in_nzs=in_nzs)
+    _, push, (leaves, outcome, outputs) = jax.linearize(call.pure, call.leaves, has_aux=True, **given)
     out, aux = call.finish(leaves, outcome)
     inputs, shapes = call.tangents, tuple(map(type_of, call.packed.leaves))
 
@@ -216,4 +342,7 @@ def linearize(f: Callable, *primals: Any, has_aux: bool = False, argnums: Argnum
         along = push(inputs.filled(found, shapes))
         return outputs.fold(outputs.as_variables(along))[OUTPUT]
 
-    return (out, jax.tree_util.Partial(push_forward, push), *aux)
+    forward: Any = jax.tree_util.Partial(push_forward, push)
+    if given:
+        forward.out_nzs = outputs.fold(outputs.as_variables(push.out_nzs))[OUTPUT]
+    return (out, forward, *aux)

@@ -18,13 +18,13 @@ from ..core.missing import MISSING
 from ..core.packing import pack_live
 from ..core.recordings import give_on, recorded_anew, with_carrier
 from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks, stack_axes, strip_axes
-from .callables import by_position, resolve, static_arguments
+from .callables import by_position, check_options, resolve, static_arguments
 from .classes import lifts_classes
 from .labels import Labels, join_lanes, label_arguments, lanes_of, mapped_size, split_lanes
 from .lift import Arguments, Crossing, Returned, cross, finish, tracing_all
 from .prefixes import argument_entries, check_axes, labels_in, prefix_key, same_entries
 from .program import Program, program_of, watched, weakly
-from .vmap_checks import checked, refuse_explicit
+from .vmap_checks import checked, refuse_explicit, summed
 
 
 @lifts_classes()
@@ -36,6 +36,7 @@ def vmap(
     axis_size: int | None = None,
     spmd_axis_name: Hashable | tuple[Hashable, ...] | None = None,
     *,
+    sum_match: bool = False,
     transform_metadata: Mapping[str, Any] = NO_AXIS_NAMES,
 ) -> Callable:
     """Map a function over an axis of its arguments, Modules among them; ``jax.vmap`` with state.
@@ -50,6 +51,8 @@ def vmap(
       axis_name: a name for the axis, for collectives inside.
       axis_size: the size of the axis, needed if no argument has one.
       spmd_axis_name: as in ``jax.vmap``.
+      sum_match: whether output with the axis None is the sum over the axis, if it depends on it, in place of an error;
+        as in JAX 0.12. What changes in an argument that is passed whole must not depend on it in any case.
       transform_metadata: ``{nnx.PARTITION_NAME: name}``: the name of this axis for Variables that have names for their
         axes; new ones are sharded along it if the mesh has it. A further entry is the name of the axis in that
         metadata; ``optimizer_sharding`` needs none to follow.
@@ -70,12 +73,15 @@ def vmap(
         their paths.
     """
     options: dict[str, Any] = {"axis_name": axis_name, "axis_size": axis_size, "spmd_axis_name": spmd_axis_name}
+    summing = {"sum_match": True} if sum_match else {}
+    check_options(summing, jax.vmap)
 
     def over(pure: Callable, crossing: MappedCrossing) -> Callable:
         lanes = crossing.lanes
-        transform = lambda fun, out: jax.vmap(fun, in_axes=lanes, out_axes=out, **options)
+        transform = lambda fun, out, **others: jax.vmap(fun, in_axes=lanes, out_axes=out, **options, **others)
         refuse = lambda groups: refuse_explicit(crossing, groups)
-        return _placing(checked(pure, lanes, transform, refuse), crossing)
+        run = checked(pure, lanes, functools.partial(transform, **summing), refuse)
+        return _placing(summed(pure, lanes, transform, run) if summing and None in lanes else run, crossing)
 
     size = lambda packed, labels: mapped_size(packed, labels, "vmap", "axis_size", axis_size)
     return mapped(f, over, in_axes, out_axes, "vmap", axis_name_in(transform_metadata), size)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from ..core.errors import PlacementError, PrefixError, format_path, listed
+from ..core.errors import OUTPUT, PlacementError, PrefixError, format_path, listed
 from ..core.placement import mesh_axes_in
 from .callables import explained
 from .labels import join_lanes
@@ -36,10 +36,35 @@ def checked(
     return explained(pure, lambda function: transform(function, (lanes, None)), explain)
 
 
+def summed(pure: Callable, lanes: tuple, transform: Callable, run: Callable) -> Callable:
+    """``run``, which sums what comes back in the lane None, but not what changes in an argument: that is an error."""
+    lane = lanes.index(None)
+
+    def of_arguments(*groups: Sequence[Any]) -> list[Any]:
+        out, outcome = pure(*groups)
+        pairs = zip(out[lane], outcome.names(lane), strict=True)
+        return [x for x, name in pairs if not name.startswith(OUTPUT)]
+
+    def summing(*groups: Sequence[Any]) -> Any:
+        try:
+            _traced(transform(of_arguments, None), groups)
+        except ValueError:  # of another error, `run` tells
+            found = [x for x in _mapped_leaves(pure, lanes, transform, groups) if not x.startswith(OUTPUT)]
+            if found:
+                raise PrefixError(listed(_MAPPED, found, _REDUCE)) from None
+        return run(*groups)
+
+    return summing
+
+
+def _traced(fun: Callable, groups: Sequence[Sequence[Any]]) -> Any:
+    return jax.eval_shape(lambda: fun(*groups))  # what is passed whole may be anything, such as a function
+
+
 def _without_axis(pure: Callable, lanes: tuple, transform: Callable, groups: Sequence[Sequence[Any]]) -> list[str]:
     """A line for each value that comes back with too few axes to be stacked along its label."""
     try:
-        found, outcome = jax.eval_shape(transform(pure, (0, None)), *groups)
+        found, outcome = _traced(transform(pure, (0, None)), groups)
     except ValueError:  # it fails for another reason; the error of JAX is shown
         return []
     names = [outcome.names(k) for k in range(len(lanes))]
@@ -65,13 +90,13 @@ def _mapped_leaves(pure: Callable, lanes: tuple, transform: Callable, groups: Se
         return fun
 
     try:
-        jax.eval_shape(transform(only(None), 0), *groups)
+        _traced(transform(only(None), 0), groups)
     except ValueError:  # it fails for another reason; the error of JAX is shown
         return []
     found = []
     for k, name in enumerate(list(names)):
         try:
-            jax.eval_shape(transform(only(k), None), *groups)
+            _traced(transform(only(k), None), groups)
         except ValueError:
             found.append(name)
     return found

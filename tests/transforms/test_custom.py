@@ -778,3 +778,101 @@ def test_a_copy_is_the_function_itself_as_of_any_function(wrap):
     f = wrap(product)
     assert copy.copy(f) is f
     assert copy.deepcopy(f) is f
+
+
+# --- rules that JAX 0.12 has added ----------------------------------------------------------------------------------
+
+
+def ruled(method, log=None, **options):
+    """``a * x`` of a Net, with a rule of that kind that doubles the gradients; and the rules that were called."""
+    called = []
+    f = nnx.custom_vjp(lambda m, a: m.x * a)
+
+    def forward(m, a):
+        called.append("forward")
+        return f(m, a), (m, a)
+
+    def recompute(residuals, m, a):
+        called.append("recompute")
+        assert type(residuals[0]) is Net
+        return f(m, a), residuals
+
+    def backward(residuals, gradients, *accums):
+        called.append("backward")
+        (m, a), (_, g) = residuals, gradients
+        if accums:
+            accums[0].x.value.accum(g * a)
+            accums[0].x.value.accum(g * a)
+            accums[1].accum(2 * g * m.x)
+            return log
+        found = nnx.State({"x": 2 * g * a}), 2 * g * m.x
+        return (found, log and {**log, "m": m}) if "logs" in method else found
+
+    getattr(f, method)(forward, *([recompute] if "remat" in method else []), backward, **options)
+    return f, called
+
+
+def test_a_rule_that_jax_lacks():
+    for method in "defvjp_with_logs", "defvjp_with_accums", "defremat", "defremat_with_logs":
+        if not hasattr(jax.custom_vjp, method):
+            with pytest.raises(AttributeError, match=method):
+                ruled(method)
+
+
+@pytest.mark.parametrize("method", ["defvjp_with_logs", "defvjp_with_accums"])
+@pytest.mark.parametrize("outer", OUTER)
+def test_rules_that_log_and_accumulate(method, outer):
+    """Gradients and logs are those that raw JAX gives; plain calls drop the logs."""
+    if not hasattr(jax.custom_vjp, method):
+        pytest.skip("JAX has no such rules")
+    f, called = ruled(method, {"text": jnp.array(7.0)})
+    m, a = Net(), A
+    y, pull_back = nnx.vjp(OUTER[outer](f), m, a)
+    assert y == 3
+    grads, da = pull_back(jnp.array(5.0))
+    assert grads.x.value == 30
+    assert da == 10
+    (grads_again, _), logs = pull_back.with_logs(jnp.array(5.0))
+    assert grads_again.x.value == 30
+    assert logs["text"] == 7
+    assert "logs" not in method or logs["m"].x.value == 1
+    assert called[0] == "forward"
+    assert called[-1] == "backward"
+    assert jax.jit(lambda pull: pull(5.0))(pull_back.with_logs)[1]["text"] == 7
+    assert nnx.grad(f)(m, a).x.value == 6
+
+
+def test_a_rule_that_should_log():
+    if not hasattr(jax.custom_vjp, "defvjp_with_logs"):
+        pytest.skip("JAX has no such rules")
+    f = nnx.custom_vjp(lambda m: 2 * m.x)
+    f.defvjp_with_logs(lambda m: (f(m), None), lambda residuals, gradients: (None,))
+    with pytest.raises(errors.ArgumentError, match=r"that logs must return a pair \(gradients, logs\)"):
+        nnx.grad(f)(Net())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'batching'"):
+        f.defvjp_with_logs(None, None, batching=True)
+
+
+@pytest.mark.parametrize("method", ["defremat", "defremat_with_logs"])
+def test_rules_for_remat(method):
+    """The rule between the passes gets the residuals, Modules among them; a second rule of defvjp is for all else."""
+    if not hasattr(jax.custom_vjp, method):
+        pytest.skip("JAX has no such rules")
+    f, called = ruled(method, {"text": jnp.array(7.0)})
+    with pytest.raises(NotImplementedError, match="jax_custom_vjp3"):
+        nnx.grad(f)(Net(), A)
+    flags = {name: getattr(jax.config, name) for name in ("jax_custom_vjp3", "jax_remat3")}
+    try:
+        for name in flags:
+            jax.config.update(name, True)
+        _, pull_back = nnx.vjp(nnx.remat(f), Net(), A)
+        (grads, da), logs = pull_back.with_logs(5.0)
+        assert (grads.x.value, da) == (30, 10)
+        assert called == ["forward", "recompute", "backward"]
+        assert "logs" not in method or logs["text"] == 7
+        f.defvjp(lambda m, a: (f(m, a), None), lambda _, gradients: (nnx.State({"x": 9.0}), None))
+        assert nnx.grad(f)(Net(), A).x.value == 9
+        assert nnx.grad(nnx.remat(f))(Net(), A).x.value == 6
+    finally:
+        for name, flag in flags.items():
+            jax.config.update(name, flag)

@@ -1,6 +1,7 @@
 """nnx.vjp, nnx.jvp and nnx.linearize: values, State in and out, what changes on the way, errors."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -394,3 +395,109 @@ def test_messages(case):
 def test_jvp_of_a_function_that_is_given_later():
     assert [float(x) for x in nnx.jvp(jnp.sin)((0.0,), (2.0,))] == [0, 2]
     assert nnx.jvp(has_aux=True)(lambda x: (2 * x, "aux"))((1.0,), (1.0,)) == (2, 2, "aux")
+
+
+# --- what JAX 0.12 has added ----------------------------------------------------------------------------------------
+
+of_new_jax = pytest.mark.skipif("in_nzs" not in inspect.signature(jax.vjp).parameters, reason="JAX has no in_nzs")
+
+
+def two(w, b, x):
+    return jnp.sin(x * w), 2 * b
+
+
+class Two(nnx.Module):
+    def __init__(self):
+        self.w, self.b, self.calls = nnx.Param(X + 1), nnx.Param(X + 2), nnx.Variable(jnp.array(0))
+
+    def __call__(self, x):
+        self.calls += 1
+        return two(self.w, self.b, x)
+
+
+NON_ZERO = {
+    "Module": (False, (False, False, True)),
+    "filters": (nnx.StateAxes({nnx.PathContains("b"): False, ...: True}), (True, False, True)),
+    "all": (True, (True, True, True)),
+}
+
+
+@of_new_jax
+@pytest.mark.parametrize("case", NON_ZERO)
+def test_what_has_a_tangent(case):
+    """As in JAX, the gradient of what is marked False is zero, and out_nzs has what that means for the output."""
+    ours, theirs = NON_ZERO[case]
+    m, ones = Two(), (jnp.ones(2), jnp.ones(2))
+    _, pull = jax.vjp(two, m.w.value, m.b.value, X, in_nzs=theirs)
+    _, pull_back = nnx.vjp(Two.__call__, m, X, in_nzs=(ours, True))
+    grads, dx = pull_back(ones)
+    assert jax.tree.map(np.array_equal, (grads.w.value, grads.b.value, dx), pull(ones)) == (True, True, True)
+    assert pull_back.out_nzs == tuple(pull.out_nzs)
+    _, push = jax.linearize(two, m.w.value, m.b.value, X, in_nzs=theirs)
+    _, push_forward = nnx.linearize(Two.__call__, m, X, in_nzs=(ours, True))
+    given = nnx.state(m, nnx.Param), X
+    assert jax.tree.map(np.array_equal, push_forward(*given), push(m.w.value, m.b.value, X)) == (True, True)
+    assert push_forward.out_nzs == tuple(push.out_nzs)
+    assert m.calls == 2
+
+
+@of_new_jax
+def test_arguments_that_are_not_kept():
+    """They are put back before the call: Modules, States or arrays; also after the pull-back has left a jit."""
+    m, ones = Two(), (jnp.ones(2), jnp.ones(2))
+    _, expected = nnx.vjp(Two.__call__, m, X)
+    _, pull_back = nnx.jit(lambda m, x: nnx.vjp(Two.__call__, m, x, saveable_args=False))(m, X)
+    kept, x = pull_back.args_res
+    assert [type(y).__name__ for y in (kept.w.value, kept.b.value, x)] == ["NotSaveable", "NotNeeded", "NotSaveable"]
+    assert not jax.tree.leaves(pull_back.args_res)
+    with pytest.raises(ValueError, match="restor"):
+        pull_back(ones)
+    with pytest.raises(errors.ArgumentError, match="one value for each argument: 1 for 2"):
+        pull_back.args_res = (m,)
+    with pytest.raises(errors.ArgumentError, match=r"argument of args\[1\] must be float32\[2\]"):
+        pull_back.args_res = (m, X[:1])
+    for given in m, nnx.state(m):
+        pull_back.args_res = given, X
+        assert jax.tree.all(jax.tree.map(np.array_equal, pull_back(ones), expected(ones)))
+
+
+@of_new_jax
+def test_prefixes_of_bools():
+    with pytest.raises(errors.PrefixError, match="takes True, False or"):
+        nnx.vjp(apply, Net(), X, in_nzs=(0, True))
+    with pytest.raises(errors.PrefixError, match="in_nzs"):
+        nnx.vjp(apply, Net(), X, in_nzs=(True, True, True))
+
+
+@pytest.mark.skipif("in_nzs" in inspect.signature(jax.vjp).parameters, reason="JAX has them")
+@pytest.mark.parametrize(
+    ("transform", "option"), [("vjp", "in_nzs"), ("vjp", "saveable_args"), ("linearize", "in_nzs")]
+)
+def test_options_of_a_newer_jax(transform, option):
+    with pytest.raises(TypeError, match=f"{transform}.. got an unexpected keyword argument '{option}'"):
+        getattr(nnx, transform)(apply, Net(), X, **{option: False})
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_forward_and_backward(jitted):
+    """The two passes of vjp, compiled once each; changes come out of the first."""
+    traced = []
+
+    def f(m, x, factor=1.0):
+        traced.append("f")
+        return factor * m(x), m.calls.value
+
+    forward, backward = nnx.fwd_and_bwd(f, (0, 1), has_aux=True, jitted=jitted)
+    m = Net()
+    for calls in 1, 2, 3:
+        y, residuals, aux = forward(m, X, factor=2.0)
+        assert y.tolist() == [12.0, 24.0]
+        assert m.calls == aux == calls
+        grads, dx = backward(residuals, jnp.array([1.0, 10.0]))
+        assert as_lists(grads) == {"array": [12.0, 480.0], "stat": [4.0, 60.0], "w": [12.0, 120.0]}
+        assert dx.tolist() == [6.0, 80.0]
+    if jitted:
+        assert len(traced) <= 2  # the second for fewer inputs
+        assert len(backward._plans) == 1
+    forward, backward = nnx.fwd_and_bwd(m, 0, jitted=jitted)
+    assert backward(forward(X)[1], jnp.ones(2)).tolist() == [3.0, 4.0]

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import inspect
 import re
 
 import jax
@@ -530,3 +531,38 @@ def test_pmap_of_nothing_that_is_mapped_is_the_error_of_jax():
 def test_a_function_that_fails_shows_its_own_error_whatever_out_axes_says():
     with pytest.raises(TypeError, match="dot_general requires"):
         nnx.vmap(lambda x: jnp.ones((2, 3)) @ jnp.ones((2, 3)), out_axes=5)(XS)
+
+
+@pytest.mark.skipif("sum_match" not in inspect.signature(jax.vmap).parameters, reason="JAX has no sum_match")
+def test_sums_over_the_axis():
+    """Output with the axis None is summed if it depends on the axis, as in JAX; a change of an argument is not."""
+    f = lambda w, x: (w * x, 3.0 * w)
+    expected = jax.vmap(f, (None, 0), None, sum_match=True)(2.0, X)
+    out = nnx.vmap(lambda v, x: f(v, x), in_axes=(None, 0), out_axes=None, sum_match=True)(nnx.Param(2.0), X)
+    assert jax.tree.map(jnp.array_equal, out, expected) == (True, True)
+
+    def count(v, x, by):
+        v += by(x)
+        return x
+
+    v = nnx.Variable(jnp.array(1.0))
+    total = nnx.vmap(count, in_axes=(None, 0, None), out_axes=None, sum_match=True)
+    assert jnp.array_equal(total(v, X, lambda x: 1.0), X.sum(0))
+    assert v == 2
+    with pytest.raises(errors.PrefixError, match=r"mapped axis:\n  args\[0\]\nGive them an axis"):
+        total(v, X, jnp.sum)
+    assert v == 2
+    with pytest.raises(errors.PrefixError, match=r"mapped axis:\n  args\[0\]\n"):  # though an argument is a function
+        nnx.vmap(count, in_axes=(None, 0, None))(v, X, jnp.sum)
+    with pytest.raises(ValueError, match="mine"):
+        total(v, X, functools.partial(_fail, ValueError("mine")))
+
+
+def _fail(error, x):
+    raise error
+
+
+@pytest.mark.skipif("sum_match" in inspect.signature(jax.vmap).parameters, reason="JAX has sum_match")
+def test_sums_need_a_newer_jax():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sum_match'"):
+        nnx.vmap(lambda x: x, sum_match=True)
