@@ -21,6 +21,7 @@ from ..core.errors import ArgumentError, BodyError, describe, format_path, liste
 from ..core.graph import build, pack
 from ..core.graphdef import structural_differences
 from ..core.iteration import iter_objects
+from ..core.layout import Layout
 from ..core.module import Module
 from ..core.objects import Node, new_node
 from ..core.ops import clone, update
@@ -207,9 +208,9 @@ class Stack(Module):
         if not isinstance(index, slice):
             i = self._position(index)
             leaves = [jax.tree.map(lambda x: x[i], leaf) for leaf in leaves]
-            return build(strip_axes(layout, leaves, [0] * len(leaves), AxisName(self.partition)), leaves)[0]
+            return _built(strip_axes(layout, leaves, [0] * len(leaves), AxisName(self.partition)), leaves)
         made = clone(self, variables=False)
-        made.layers, _ = build(layout, [jax.tree.map(lambda x: x[index], leaf) for leaf in leaves])
+        made.layers = _built(layout, [jax.tree.map(lambda x: x[index], leaf) for leaf in leaves])
         made.depth = len(range(self.depth)[index])
         made.remat = bool(self.remat) and made.depth > 0  # its lengths were for all layers
         return made
@@ -233,6 +234,15 @@ _FROM_LAYERS = "Pass a layer built like those of the Stack; nnx.Stack.from_layer
 _LAYERS = StateAxes([(lambda path, leaf: path[0] == "layers", 0), (..., None)])  # of a whole Stack, for the paths
 # A change of a Variable in the other arguments reaches the next layer; what does not change is passed whole.
 _AS_IN_A_LOOP = StateAxes({Variable: Carry, ...: None})
+
+
+def _built(layout: Layout, leaves: list[Any]) -> Any:
+    """Layers of their own, made of these arrays; a Variable with ``ref=True`` keeps its own in a new ``jax.Ref``."""
+    layers, objects = build(layout, leaves)
+    for x in objects:
+        if isinstance(x, Variable) and x.has_metadata("ref"):
+            x.set_raw_value(as_stored(x.get_raw_value(), x.get_metadata()))
+    return layers
 
 
 def _checked(layers: Any) -> Any:

@@ -418,3 +418,24 @@ def test_each_layer_is_known_by_the_path_under_which_it_is_stored():
 def test_a_layer_in_place_of_what_makes_layers_is_refused():
     with pytest.raises(TypeError, match=r"what makes its layers, but got a Linear. .* nnx.Stack.from_layers\(layers\)"):
         nnx.Stack(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), 3)
+
+
+def test_a_layer_that_is_taken_out_keeps_its_reference():
+    """With ref=True it is one in ``stack[i]`` and ``stack[i:j]``, too, so raw JAX carries writes out."""
+
+    class Counting(nnx.Module):
+        def __init__(self, rngs):
+            self.calls = nnx.Variable(rngs.params.uniform(()), ref=True)
+
+        def __call__(self, x):
+            self.calls.value += 1
+            return x
+
+    layers = nnx.Stack(lambda rngs: Counting(rngs), 3, rngs=nnx.Rngs(0))
+    before = layers.layers.calls.value
+    for taken in layers[1], layers[:2].layers:
+        first = taken.calls.value
+        assert isinstance(taken.calls.get_raw_value(), jax.Ref)
+        jax.jit(taken.__call__)(1.0)
+        np.testing.assert_array_equal(taken.calls.value, first + 1)
+    np.testing.assert_array_equal(layers.layers.calls.value, before)
