@@ -165,6 +165,20 @@ _OF_NODES = """\
 Module, nnx.state(model.layer), or select by path: nnx.PathContains('name')."""
 
 
+def warn_of_names(
+    filters: Sequence[Filter], groups: Sequence[typing.Sized], items: Iterable[tuple[Path, typing.Any]]
+) -> None:
+    """Warn of text that has taken none of these items, though it is a key of their paths: it is meant for one."""
+    unused = [x for x, group in zip(filters, groups, strict=True) if isinstance(x, str) and not group]
+    keys = {key for path, _ in items for key in path} if unused else ()
+    for name in unused:
+        if name in keys:
+            Place().warn(
+                f"{name!r} selects nothing: text is a tag, which no Variable has here, but there is such a key in "
+                f"paths. To select by path, write nnx.PathContains({name!r})."
+            )
+
+
 class FilterObject:
     """Base class of the filter objects: predicates with operators, equal if they are of one class with equal values."""
 

@@ -23,7 +23,7 @@ from .closures import Watch, notice
 from .data import is_data_leaf
 from .differences import aval_of
 from .errors import ArgumentError, Path, StateMismatchError, TraceContextError, UsageError, format_path
-from .filters import Filter, filters_to_predicates, warn_of_node_classes
+from .filters import Filter, filters_to_predicates, warn_of_names, warn_of_node_classes
 from .formulas import copied
 from .graph import Delta, Packed, build, by_path, commit, even_if_interrupted
 from .graphdef import GraphDef, graphdef_of
@@ -142,7 +142,9 @@ def divided(flat: FlatState, filters: Sequence[Filter], exhaustive: bool) -> lis
     if not filters:
         return [list(flat)]
     warn_of_node_classes(filters)
-    return grouped(flat, filters, exhaustive=exhaustive)
+    groups = grouped(flat, filters, exhaustive=exhaustive)
+    warn_of_names(filters, groups, flat)
+    return groups
 
 
 def live_states(node: Any, filters: Sequence[Filter], *, exhaustive: bool) -> tuple[Any, ...]:

@@ -6,11 +6,12 @@ out has to be deleted, by ``delattr`` or ``del``, from every place where it is.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, overload
 
 from .errors import Path, UsageError, format_path
-from .filters import Filter, first_of, to_predicate, warn_of_node_classes
+from .filters import Filter, first_of, to_predicate, warn_of_names, warn_of_node_classes
 from .iteration import places
 from .making import make_variables
 from .objects import Node, check_writable, delete_child
@@ -74,7 +75,8 @@ def _taken(node: Any, filters: Sequence[Filter]) -> tuple[list[list[tuple[Path, 
         if group is not left and isinstance(holder, Node | dict | list | State):
             found.append((holder, path[-1]))
             removable.add(identity)
-    for path, x in (item for group in taken for item in group):
+    warn_of_names(filters, taken, itertools.chain(*groups))
+    for path, x in itertools.chain(*taken):
         if _identity(path, x) not in removable:
             raise UsageError(
                 f"Cannot pop {format_path(path)}: it is inside a tuple or another pytree, which cannot lose an item. "

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+import warnings
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -391,6 +392,22 @@ def test_the_class_of_a_node_takes_no_leaf(kind):
         assert [w.filename for w in warned] == [__file__]
     assert isinstance(model.layers[0].kernel, nnx.Param)
     model.set_attributes(nnx.Linear, use_bias=True)
+
+
+def test_text_that_is_a_key_and_not_a_tag_takes_nothing_with_a_warning():
+    """As in ``nnx.state(model, "kernel")``. A tag that is a key, too, is no mistake, nor is text found nowhere."""
+    model = nnx.Dict(kernel=nnx.Param(1.0), bias=nnx.Param(2.0, tag="bias"), ends=nnx.List([nnx.Param(3.0)]))
+    with nnx.split_context() as context:
+        splits = [lambda m, f, split=split: split(m, f, ...)[1] for split in (nnx.split, context.split)]
+    for select in (nnx.state, nnx.pop, *splits):
+        message = r"^'kernel' selects nothing: text is a tag.* write nnx.PathContains\('kernel'\)\.$"
+        with pytest.warns(UserWarning, match=message) as warned:
+            assert select(model, "kernel") == {}
+        assert [w.filename for w in warned] == [__file__]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert select(model, "head") == {}
+            assert select(nnx.clone(model), "bias") != {}
 
 
 def test_a_function_of_one_argument_is_no_filter():
