@@ -14,6 +14,7 @@ import builtins
 import contextvars
 import dis
 import functools
+import inspect
 import itertools
 import sys
 import threading
@@ -139,6 +140,10 @@ def behind(proxy: Any, key: None) -> Any:
     return proxy.__init__.__self__
 
 
+def default(signature: inspect.Signature, name: str) -> Any:
+    return signature.parameters[name].default
+
+
 def has_length(container: Any, length: int) -> bool:
     """Whether a container has this length: a condition, not a value."""
     return len(container) == length
@@ -201,6 +206,8 @@ def look_ups_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
             yield from _in_plain_object(x, names)
     elif isinstance(x, weakref.ref):
         yield LookUp(referent, x)
+    elif isinstance(x, inspect.Signature):  # no further: its classes lead to hundreds of constants of Python
+        yield from (LookUp(default, x, k) for k, p in x.parameters.items() if p.default is not p.empty)
     elif isinstance(x, contextvars.ContextVar):
         yield LookUp(in_context, x)
     elif isinstance(x, threading.local):  # each thread has attributes of its own
