@@ -97,7 +97,7 @@ class ArrayOperators(Generic[A]):
     def __getitem__(self, key: Any) -> Any: ...
     def __getitem__(self, key: Any) -> Any:
         value = self.get_value()
-        return value if key is ... else value[unwrapped(key)]  # type: ignore[index]
+        return value if key is ... and not isinstance(value, jax.Ref) else value[unwrapped(key)]  # type: ignore[index]
 
     def __setitem__(self, key: Any, item: Any) -> None:
         self.set_value(item, index=key)

@@ -1075,3 +1075,13 @@ def test_what_the_library_keeps_on_a_variable_is_no_attribute_of_the_users():
     for _ in range(3):
         double(v)
         assert (vars(v), v.get_metadata()) == ({}, {"tag": "x"})
+
+
+def test_a_variable_passed_to_a_pallas_kernel_is_loaded_by_ellipsis():
+    from jax.experimental import pallas as pl
+
+    def kernel(w_ref, o_ref):
+        o_ref[...] = w_ref[...] * 2
+
+    double = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((2,), jnp.float32), interpret=True)
+    assert double(nnx.Param(jnp.ones(2))).tolist() == [2.0, 2.0]
