@@ -11,7 +11,7 @@ it is nan.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -274,10 +274,10 @@ class MultiMetric(Metric):
         for name, metric in metrics.items():
             setattr(self, name, metric)
 
+    @boundary
     def reset(self) -> None:
-        """Reset each metric."""
-        for name in self._metric_names:
-            getattr(self, name).reset()
+        """Reset each metric; if one of them fails, each stays as it was."""
+        self._all_or_none(lambda name: getattr(self, name).reset())
 
     @boundary
     def update(self, **updates: Any) -> None:
@@ -294,14 +294,21 @@ class MultiMetric(Metric):
         masks = mask if isinstance(mask, Mapping) else dict.fromkeys(self._metric_names, mask)
         if unknown := [name for name in masks if name not in self._metric_names]:
             raise UsageError(f"There are masks for {unknown}, but the metrics are {list(self._metric_names)}.")
+
+        def update(name: str) -> None:
+            getattr(self, name).update(**updates, **({} if masks.get(name) is None else {"mask": masks[name]}))
+
+        self._all_or_none(update)
+
+    def _all_or_none(self, change: Callable[[str], None]) -> None:
+        """Change each metric, given its name; if one change fails, none is made, and a note names the metric."""
         objects = [x for _, x in reachable(self, set())]
         nodes = [(x, x._nnx_contents(), x._nnx_marks) for x in objects if isinstance(x, Node)]
         variables = [x for x in objects if isinstance(x, Variable)]
         values = [plain_value(variable) for variable in variables]
         for name in self._metric_names:
-            own = {} if masks.get(name) is None else {"mask": masks[name]}
             try:
-                getattr(self, name).update(**updates, **own)
+                change(name)
             except BaseException as error:
                 for node, held, marks in nodes:
                     refill(node, held, marks)

@@ -396,6 +396,16 @@ def test_an_update_that_fails_changes_no_metric_of_a_user():
     assert (metrics.own.batches, metrics.own.array, len(metrics.own.seen), metrics.loss.count) == (1, 1, 1, 1)
 
 
+def test_a_reset_that_fails_changes_no_metric():
+    """The last one has no method of its own for it."""
+    metrics = nnx.MultiMetric(loss=Average(), own=Own())
+    metrics.update(values=1.0)
+    with pytest.raises(NotImplementedError, match="Own has to define `reset`") as caught:
+        metrics.reset()
+    assert "in the metric 'own' of a MultiMetric" in caught.value.__notes__
+    assert metrics.loss.count == 1
+
+
 def test_what_is_no_metric_is_refused():
     """By its name."""
     with pytest.raises(TypeError, match="'loss' is not a metric"):
