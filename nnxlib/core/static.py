@@ -300,6 +300,7 @@ class _Freezer:
             key = None
         if inner.mutable and options.eq:  # in a field that is left out of the hash
             return self.attributes(value)
+        self.mutable = self.mutable or inner.mutable or not options.frozen
         self.parts.append(value)
         return value, key
 

@@ -42,6 +42,13 @@ class ByIdentity:
     n: int
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Holder:
+    """Compared by identity, whatever it holds."""
+
+    x: object
+
+
 @dataclasses.dataclass(frozen=True)
 class Labelled:
     n: int
@@ -281,6 +288,27 @@ def test_a_dataclass_with_a_hash_that_can_be_edited(make, edit):
     edit(value)
     assert const != Const.of(value)
     assert const.fresh() == make()
+
+
+@pytest.mark.parametrize(
+    ("value", "edit"),
+    [
+        (ByIdentity(1), lambda x: setattr(x, "n", 2)),
+        (ByIdentity([1]), lambda x: x.n.append(2)),
+        (Holder([1]), lambda x: x.x.append(2)),
+    ],
+    ids=["field", "list", "list in a frozen one"],
+)
+def test_a_dataclass_by_identity_that_is_edited(value, edit):
+    """It stays the same object, and each call sees what its fields hold now."""
+    model = nnx.Dict(config=nnx.static(value))
+    read = nnx.jit(lambda model: (model.config is value, jnp.array(next(iter(vars(model.config).values())))))
+    found = [read(model)]
+    edit(value)
+    found.append(read(model))
+    assert nnx.clone(model).config is value
+    assert all(same for same, _ in found)
+    assert [x.tolist() for _, x in found] in ([1, 2], [[1], [1, 2]])
 
 
 def test_a_constant_is_not_edited_with_its_value():
@@ -595,13 +623,6 @@ def test_tracers_in_metadata_are_refused():
         return x
 
     jax.jit(f)(jnp.ones(2))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Holder:
-    """Compared by identity, whatever it holds."""
-
-    x: object
 
 
 def test_a_dataclass_with_a_hash_and_fields_that_cannot_be_compared():
