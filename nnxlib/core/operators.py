@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import jax
 import numpy as np
+from jax import Ref
 
 from . import errors
 from .generics import A
+from .tracing import Tracer
 
 V = TypeVar("V", bound="ArrayOperators")
 
@@ -96,8 +98,10 @@ class ArrayOperators(Generic[A]):
     @overload
     def __getitem__(self, key: Any) -> Any: ...
     def __getitem__(self, key: Any) -> Any:
-        value = self.get_value()
-        return value if key is ... and not isinstance(value, jax.Ref) else value[unwrapped(key)]  # type: ignore[index]
+        value: Any = self.get_value()
+        if key is ... and not (type(value) is Ref or (isinstance(value, Tracer) and isinstance(value, Ref))):
+            return value  # to ask whether an array is a Ref takes three times as long as all of this
+        return value[unwrapped(key)]
 
     def __setitem__(self, key: Any, item: Any) -> None:
         self.set_value(item, index=key)
