@@ -226,8 +226,12 @@ class Welford(Metric):
 
     @boundary
     def update(self, mask: jax.Array | None = None, **kwargs: Any) -> None:
-        """Take in values; as :meth:`Average.update`."""
+        """Take in values, which must be real; as :meth:`Average.update`."""
         values, counted = _masked(_argument(self, kwargs), mask)
+        if jnp.iscomplexobj(values):
+            raise UsageError(
+                f"Welford takes real values, not {values.dtype}. Update one metric with x.real and one with x.imag."
+            )
         old, new = self.count.value, values.size if counted is None else _number(counted)
         mean, deviations = _deviations(values, counted, new)
         total, delta, share = _share(old, new, self.mean.value, mean)

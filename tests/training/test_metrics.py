@@ -183,6 +183,14 @@ def test_a_threshold_is_a_float():
 # --- Welford --------------------------------------------------------------------------------------------------------
 
 
+def test_complex_values_are_refused_since_their_imaginary_part_would_be_lost():
+    metric = Welford()
+    metric.update(values=jnp.array([1.0, 3.0]))
+    with pytest.raises(ValueError, match="real values, not complex64. Update one metric with x.real"):
+        metric.update(values=jnp.array([1 + 1j, 2]))
+    assert metric.compute().mean == 2
+
+
 @settings(max_examples=20)
 @given(st.lists(masked_values(), max_size=3))
 def test_welford_is_mean_and_deviation_of_what_the_masks_choose(batches):
