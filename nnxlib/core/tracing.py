@@ -59,11 +59,17 @@ running_trace: Callable[[], Any] = functools.partial(operator.attrgetter(_attrib
 if isinstance(_property, property) and _property.fget is not None:  # the same, in two thirds of the time
     running_trace = types.MethodType(_property.fget, _holder)
 
+_BETWEEN = weakref.ref(weakref)  # what it refers to does not matter
+
 
 def current_trace() -> TraceRef:
-    """Return a weak reference to the running trace, always the same one; ``None`` at top level."""
+    """Return a weak reference to the running trace, always the same one; ``None`` at top level.
+
+    Between traces, as in the rule that says which types a primitive returns, JAX runs none. A model that such a rule
+    unflattens is no live model from top level; so :data:`_BETWEEN` stands for the trace.
+    """
     trace = running_trace()
-    return None if trace is EAGER or trace is None else trace._weakref
+    return None if trace is EAGER else _BETWEEN if trace is None else trace._weakref
 
 
 def at_top_level() -> bool:

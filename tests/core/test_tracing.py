@@ -10,15 +10,18 @@ import traceback
 import weakref
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import optax
 import pytest
 from jax.experimental.jet import jet
+from jax.interpreters import mlir
 
 import nnxlib as nnx
 import nnxlib.compat.flax
 from nnxlib.core.errors import ArgumentError
-from nnxlib.core.tracing import Tracer, at_top_level, current_trace, in_current_trace, runs_eagerly
+from nnxlib.core.tracing import EAGER as EAGER_TRACE
+from nnxlib.core.tracing import Tracer, at_top_level, current_trace, in_current_trace, running_trace, runs_eagerly
 from tests.properties.test_matrix import EAGER, LOOPS
 
 TRANSFORMS = {
@@ -403,3 +406,36 @@ def test_a_constructor_that_is_called_again_is_a_write(kind):
     assert jax.tree.leaves(live)[0] is x
     live.__init__(make(2 * x))
     assert jax.tree.leaves(live)[0].tolist() == [2, 2]
+
+
+def test_a_model_that_the_rule_of_a_primitive_unflattens_is_not_captured():
+    """Such a rule runs between traces; with parameters that are new in each trace, JAX calls it in each."""
+    primitive = jax.extend.core.Primitive("apply")
+    eager = []
+
+    def apply(*leaves, tree, tag):
+        model, x = jax.tree.unflatten(tree, leaves)
+        return model(x)
+
+    @primitive.def_abstract_eval
+    def types(*leaves, tree, tag):
+        eager.append(running_trace() is EAGER_TRACE)
+        model, x = jax.tree.unflatten(tree, leaves)
+        out = jax.eval_shape(lambda model, x: model(x), model, x)
+        return jax.core.ShapedArray(out.shape, out.dtype)
+
+    mlir.register_lowering(primitive, mlir.lower_fun(apply, multiple_results=False))
+
+    @nnx.jit
+    def run(model, x):
+        leaves, tree = jax.tree.flatten((model, x))
+        return primitive.bind(*leaves, tree=tree, tag=object())
+
+    model, x = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jnp.ones((1, 2))
+    try:
+        out = run(model, x)
+    except nnx.errors.TraceContextError:
+        if eager[0]:
+            pytest.skip("this version of JAX calls the rule as if nothing were traced")
+        raise
+    assert jnp.allclose(out, model(x))
