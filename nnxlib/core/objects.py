@@ -205,8 +205,8 @@ def in_one_step(*calls: tuple) -> Any:
     return found
 
 
-def check_writable(node: Any, what: str) -> None:
-    """Raise :class:`TraceContextError` unless ``node`` belongs to the running trace."""
+def check_writable(node: Any, what: str, is_kept: bool = False) -> None:
+    """Raise :class:`TraceContextError` unless ``node`` belongs to the running trace, or the write changes nothing."""
     try:
         foreign = node._nnx_trace is not current_trace()
     except AttributeError:  # the `__new__` of a base class that comes after Pytree is still running
@@ -219,7 +219,8 @@ def check_writable(node: Any, what: str) -> None:
                 return
         if node._nnx_is_captured:
             notice(node)
-        node._check_valid_context(functools.partial(_refusal, node, what))
+        if not is_kept:
+            node._check_valid_context(functools.partial(_refusal, node, what))
 
 
 def _refusal(node: Any, what: str) -> str:
@@ -398,7 +399,7 @@ class HasAttributes(Node, HasDict):
         except AttributeError:  # `__new__` has not run yet
             foreign = True
         if foreign:
-            check_writable(self, f"set attribute {name!r}")
+            check_writable(self, f"set attribute {name!r}", _is_kept(self, name, value))
         marks = self._nnx_marks
         if type(value) is dataclasses.Field and DECLARED in value.metadata:
             marks = {**(marks or {}), name: value.metadata[DECLARED]}
@@ -451,6 +452,11 @@ class HasAttributes(Node, HasDict):
         *saved, attributes = state
         _set_attributes(self, attributes)
         super()._nnx_restore(tuple(saved))
+
+
+def _is_kept(node: Any, name: str, value: Any) -> bool:
+    """Whether a Variable with a jax.Ref, which any trace may write, is set where it is: as by ``node.count += 1``."""
+    return attributes_of(node).get(name) is value and isinstance(getattr(value, "_nnx_value", None), jax.Ref)
 
 
 def _has_setter(node: Any, name: str) -> bool:

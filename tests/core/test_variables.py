@@ -950,6 +950,29 @@ def test_a_ref_is_read_and_written_in_place():
     assert (nnx.Param(1).ref, nnx.Param(1, ref=False).ref, nnx.Param(1, ref=False).get_raw_value()) == (False, False, 1)
 
 
+@pytest.mark.parametrize("transform", [jax.jit, nnx.jit, lambda f: nnx.jit(jax.jit(f))], ids=["jax", "nnx", "both"])
+def test_an_operator_in_place_on_an_attribute_with_a_ref_comes_out_of_a_closure(transform):
+    """Python then sets the attribute to the very object that it holds, which is no change; any other one is refused."""
+
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.calls, self.plain = nnx.Variable(jnp.array(0), ref=True), nnx.Variable(jnp.array(0))
+            self.other = nnx.Variable(jnp.array(5), ref=True)
+
+        def count(self, x):
+            self.calls += 1
+            return x + self.calls
+
+    counter = Counter()
+    calls, run = counter.calls, transform(lambda x: counter.count(x))
+    assert [run(1).item(), run(1).item(), calls[...].item()] == [2, 3, 2]
+    assert counter.calls is calls
+    for name, value in {"plain": counter.plain, "calls": counter.other, "new": calls}.items():
+        with pytest.raises(nnx.errors.TraceContextError, match=name):
+            jax.jit(lambda name=name, value=value: setattr(counter, name, value))()
+    assert (counter.calls is calls, hasattr(counter, "new")) == (True, False)
+
+
 def test_a_ref_that_was_given_as_the_value_is_replaced():
     """Without ``ref=True`` a Ref is a value like any other; and with ``ref=False`` a value may have another shape."""
     ref = jax.new_ref(jnp.zeros(3))
