@@ -188,9 +188,11 @@ def look_ups_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
     if type(x) in weakref.ProxyTypes:
         yield LookUp(behind, x)
     elif isinstance(x, types.FunctionType):
-        yield from closure_of(x)
-        yield from _attributes(x, "__defaults__", "__kwdefaults__")
-        yield from in_dict_of(x)
+        if _is_setting(x):
+            return
+        defaults = [name for name in ("__defaults__", "__kwdefaults__") if getattr(x, name) is not None]
+        found = [*closure_of(x), *_attributes(x, *defaults), *in_dict_of(x)]
+        yield from [y for y in found if not _is_setting(y.found())] if is_of_library(x.__globals__) else found
     elif isinstance(x, types.MethodType):
         yield from _attributes(x, "__self__", "__func__")
     elif isinstance(x, functools.partial):
@@ -246,7 +248,9 @@ HOLDERS = types.FunctionType, types.MethodType, functools.partial, *_CONTAINERS 
 
 
 def _in_container(x: Any) -> Iterator[LookUp]:
-    if isinstance(x, list | tuple | deque):
+    if isinstance(x, tuple):
+        yield from (LookUp(item, x, k) for k, held in enumerate(x) if not _is_setting(held))
+    elif isinstance(x, list | deque):
         yield from (LookUp(item, x, k) for k in range(len(x)))
     elif isinstance(x, dict | types.MappingProxyType):
         keys = list(x)  # a copy: garbage collection may remove some from a weak dict
@@ -268,6 +272,22 @@ def _is_simple(x: Any) -> bool:
 
 
 _SIMPLE = ATOMS | {float, complex}
+_SETTINGS = _SIMPLE - {type}  # a class of the user may hold Modules
+
+
+def _is_setting(x: Any) -> bool:
+    """Whether this leads nowhere, so that only another value in its place could: in a library, or in a tuple, none."""
+    kind = type(x)
+    if issubclass(kind, tuple):
+        held = {id(y): y for y in x}.values()  # each once: a tuple may hold another many times
+        return (kind is tuple or is_of_library(vars(kind))) and all(map(_is_setting, held))
+    if kind is functools.partial:
+        return all(map(_is_setting, (x.func, *x.args, *x.keywords.values())))
+    if kind is types.FunctionType:  # that a library has by its name, so what it refers to is of the library, too
+        if not (is_of_library(x.__globals__) and is_of_library({"__name__": x.__module__})):
+            return False
+        return getattr(sys.modules.get(x.__module__), "__dict__", {}).get(x.__name__) is x
+    return kind in _SETTINGS or (issubclass(kind, type) and is_of_library(vars(x)))
 
 
 def _in_plain_object(x: Any, names: Collection[str]) -> Iterator[LookUp]:
@@ -286,7 +306,7 @@ def _in_plain_object(x: Any, names: Collection[str]) -> Iterator[LookUp]:
 def methods_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
     """The look-ups of the methods, properties and the like with these names in the classes of an object, or a class."""
     for cls in () if isinstance(x, _WITHOUT_METHODS) or is_jitted(x) else _classes_of(x):
-        if "__module__" in vars(cls):  # written in Python; those of str lead nowhere
+        if _is_written_by_user(cls):
             for name in sorted(vars(cls).keys() & names):  # the same order in all processes
                 held = vars(cls)[name]
                 if name != "__dict__" and (type(held) in _METHODS or not _is_read_from(x, name, held)):
@@ -302,7 +322,14 @@ def is_plain_object(x: Any) -> bool:
 
 def has_unnamed_methods(cls: type) -> bool:
     """Whether a class written in Python has methods that the syntax of Python calls."""
-    return any("__module__" in vars(base) and not BY_SYNTAX.isdisjoint(vars(base)) for base in cls.__mro__)
+    if issubclass(cls, _WITHOUT_METHODS):
+        return False
+    return any(_is_written_by_user(base) and not BY_SYNTAX.isdisjoint(vars(base)) for base in cls.__mro__)
+
+
+def _is_written_by_user(cls: type) -> bool:
+    """Whether a class is written in Python, and not of a library: the methods of others lead nowhere."""
+    return "__module__" in vars(cls) and not is_of_library(vars(cls))
 
 
 def _classes_of(x: Any) -> tuple[type, ...]:

@@ -340,3 +340,58 @@ def test_a_signature_leads_to_its_defaults_and_not_to_the_classes_of_python():
     parameters = [p.replace(default=held) if p.name == "model" else p for p in signature.parameters.values()]
     other.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     assert search(other).used_unnoticed() == [held]
+
+
+def test_what_is_a_librarys_own_is_not_looked_into():
+    scanned = nnx.scan(lambda total, x: (total + x, x), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+
+    def function(x):
+        return scanned(x, x)
+
+    assert count_calls(lambda: search(function)) < 2_000  # 4,400 with its axes, its options and jax.lax.scan
+
+
+def test_what_a_user_gives_to_a_library_is_looked_into():
+    model = nnx.Dict(w=nnx.Param(jnp.ones(2)))
+
+    class Settings:
+        held = model
+
+    Pair = collections.namedtuple("Pair", "a b")
+    inner = lambda x: x * model.w.value
+    given = {
+        "a function": jax.vmap(inner),
+        "a wrapped function": nnx.remat(inner),
+        "a partial": jax.jit(functools.partial(jax.tree.map, inner)),
+        "a class": functools.partial(jax.tree.map, lambda x, cls=Settings: x * cls.held.w.value),
+        "a named tuple": Pair(jax.nn.relu, inner),
+        "a tuple with a class": (1, Settings),
+    }
+    for name, held in given.items():
+        assert search(lambda held=held: held, names={"held", "w"}).used_unnoticed() == [model], name
+
+
+def test_a_function_with_the_name_of_one_of_jax_is_looked_into():
+    model = nnx.Dict(w=nnx.Param(jnp.ones(2)))
+
+    @functools.wraps(jax.nn.relu)
+    def relu(x):
+        return x * model.w.value
+
+    assert search(relu).used_unnoticed() == [model]
+    assert search(nnx.remat(relu)).used_unnoticed() == [model]
+
+
+def test_a_tuple_that_holds_another_many_times_is_looked_into_once():
+    nested: tuple = (1,)
+    for _ in range(40):
+        nested = nested, nested
+    assert count_calls(lambda: search(lambda: nested)) < 1_000
+
+
+def test_a_wrapped_function_of_a_module_that_cannot_be_imported_is_looked_into(monkeypatch):
+    model = nnx.Dict(w=nnx.Param(jnp.ones(2)))
+    function = lambda x: x * model.w.value
+    function.__module__ = "blocked"
+    monkeypatch.setitem(sys.modules, "blocked", None)  # type: ignore[arg-type]
+    assert search(nnx.remat(function)).used_unnoticed() == [model]
