@@ -237,7 +237,8 @@ def in_dict_of(x: Any) -> list[LookUp]:
 
 
 # Nothing is looked up in these: nodes and Variables are searched elsewhere, and the others lead nowhere.
-_CLOSED = Identified, GraphDef, jax.Array, np.ndarray, types.ModuleType, str, float, type(None)
+_PLACES = jax.sharding.Mesh, jax.sharding.AbstractMesh, jax.sharding.PartitionSpec, jax.sharding.NamedSharding
+_CLOSED = Identified, GraphDef, *_PLACES, jax.Array, np.ndarray, types.ModuleType, str, float, type(None)
 # The methods of these lead nowhere.
 _WITHOUT_METHODS = (
     *_CLOSED, weakref.ref, contextvars.ContextVar, types.FunctionType, types.MethodType, functools.partial,
@@ -272,7 +273,7 @@ def _is_simple(x: Any) -> bool:
 
 
 _SIMPLE = ATOMS | {float, complex}
-_SETTINGS = _SIMPLE - {type}  # a class of the user may hold Modules
+_SETTINGS = (_SIMPLE - {type}) | {*_PLACES}  # a class of the user may hold Modules
 
 
 def _is_setting(x: Any) -> bool:

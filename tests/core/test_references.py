@@ -351,6 +351,14 @@ def test_what_is_a_librarys_own_is_not_looked_into():
     assert count_calls(lambda: search(function)) < 2_000  # 4,400 with its axes, its options and jax.lax.scan
 
 
+def test_a_mesh_is_not_looked_into():
+    mesh, spec = jax.make_mesh((1,), ("d",)), jax.sharding.PartitionSpec("d")
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    mapped = nnx.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)
+    function = lambda x: (mapped(x), mesh, spec, sharding)
+    assert count_calls(lambda: search(function)) < 2_500  # 8,500 with their attributes
+
+
 def test_what_a_user_gives_to_a_library_is_looked_into():
     model = nnx.Dict(w=nnx.Param(jnp.ones(2)))
 
