@@ -233,7 +233,7 @@ class State(MutableMapping[K, V]):
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple:
-        return type(self).from_flat_path, (flatten_mapping(self, keep_empty_nodes=True),)
+        return type(self).from_flat_path, (flatten_mapping(self._mapping, keep_empty_nodes=True),)
 
     def __repr__(self) -> str:
         if is_large(self._mapping):
