@@ -308,7 +308,7 @@ class _Freezer:
         """An object without a hash, such as a mutable dataclass or a namespace: compared attribute by attribute.
 
         Arrays among them are compared by identity. So is what a dataclass has besides its fields, if it is an array or
-        holds one.
+        holds one. The order of the attributes counts unless the class sets those of a copy itself, as it likes.
         """
         self.mutable = True
         if _keeps_more_than_attributes(type(value)):
@@ -326,7 +326,7 @@ class _Freezer:
             if not isinstance(getattr(type(value), name, None), functools.cached_property)  # follows from the others
         ]
         self.within = before
-        return tuple(found)
+        return tuple(found) if not hasattr(type(value), "__setstate__") else frozenset(found)
 
 
 class _MetadataFreezer(_Freezer):

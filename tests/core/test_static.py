@@ -414,6 +414,18 @@ class Derived:
         return self.size * 2
 
 
+class Restored:
+    """As a FieldReference of ml_collections: a copy sets its attributes in another order."""
+
+    __hash__ = None
+
+    def __init__(self, size):
+        self.kind, self.size = int, size
+
+    def __setstate__(self, state):
+        self.size, self.kind = state["size"], state["kind"]
+
+
 class Items(collections.abc.Mapping):
     """As a dict of OmegaConf: no hash, and a reference to the configuration that it is a part of."""
 
@@ -447,6 +459,7 @@ UNHASHABLE = {
     "slots beside attributes": (lambda: Slots(2), change_slot),
     "slots and attributes": (lambda: Slots(2), change_dict),
     "dataclass": (lambda: Derived(2), change_half),
+    "restored": (lambda: Restored(2), lambda value: setattr(value, "size", 3)),
     "mapping": (lambda: Items(a=1, b=[2]), lambda value: value["b"].append(3)),
     "sequence": (lambda: Listing(1, [2]), lambda value: value.items[1].append(3)),
     "array": (lambda: array.array("i", [1, 2]), lambda value: value.append(3)),
