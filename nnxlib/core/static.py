@@ -54,7 +54,7 @@ class Identity:
 class Const:
     """A static value and its key; equal to another one if JAX would trace the same program for both."""
 
-    __slots__ = ("__weakref__", "_by_items", "_hash", "_remake", "key", "parts", "value")
+    __slots__ = ("__weakref__", "_by_items", "_hash", "_remake", "copied_from", "key", "parts", "value")
 
     def __init__(
         self,
@@ -65,6 +65,7 @@ class Const:
         by_items: Sequence[Any] = (),
     ):
         self.value, self.key, self._hash = value, key, hash(key)
+        self.copied_from = key  # the key of what the value is a copy of: a class may leave out attributes of a copy
         self.parts = parts  # of a mutable value: what its copies have in common; None of an immutable one
         self._by_items = by_items  # what in it is not copied by deepcopy
         self._remake = remake  # how to make the same Const from the value, when unpickled
@@ -91,13 +92,13 @@ class Const:
         if kind is tuple and ATOMS.issuperset(map(type, value)):
             return cls(value, (kind, tuple(zip(map(type, value), value))))
         freezer = _Freezer(path)
-        return freezer.const(value, freezer.freeze, cls.of)
+        return freezer.const(value, _Freezer.freeze, cls.of)
 
     @classmethod
     def of_items(cls, items: Mapping[Any, Any], path: tuple = ()) -> Const:
         """Freeze a mapping that is never edited itself, metadata; its values may be mutable, or arrays."""
         freezer = _MetadataFreezer(path)
-        return freezer.const(items, freezer.named_items, cls.of_items)
+        return freezer.const(items, _Freezer.named_items, cls.of_items)
 
     def fresh(self) -> Any:
         """Return the value; of a mutable one, a copy."""
@@ -156,19 +157,22 @@ class _Freezer:
         self.by_items: list[Any] = []  # what deepcopy would fail to copy, or copy slowly, see `_copy`
         self.within: type | None = None  # the class of the innermost enclosing object that JAX does not look into
 
-    def const(self, value: Any, freeze: Callable[[Any], Hashable], remake: Callable) -> Const:
+    def const(self, value: Any, freeze: Callable[[Any, Any], Hashable], remake: Callable) -> Const:
         try:
-            key = freeze(value)
+            key = freeze(self, value)
         except RecursionError:
             ensure_stack(100)  # else the value is not to blame
             raise StaticValueError(f"The static value at {place_of(self.path)} contains itself.") from None
         if not self.mutable:
             return Const(value, key, None, remake)
         const = _MUTABLE.get(hash(key))
-        if const is None or const.key != key or type(const.value) is not type(value):
+        if const is None or key not in (const.key, const.copied_from) or type(const.value) is not type(value):
             parts = tuple(self.parts)
             copied, by_items = _copy(value, parts, self.by_items)
-            const = _MUTABLE[hash(key)] = Const(copied, key, parts, remake, by_items)
+            key_of_copy = freeze(type(self)(self.path), copied)
+            const = Const(copied, key_of_copy, parts, remake, by_items)
+            const.copied_from = key
+            _MUTABLE[hash(key)] = _MUTABLE[hash(key_of_copy)] = const
         return const
 
     def freeze(self, value: Any) -> Hashable:
@@ -308,7 +312,7 @@ class _Freezer:
         """An object without a hash, such as a mutable dataclass or a namespace: compared attribute by attribute.
 
         Arrays among them are compared by identity. So is what a dataclass has besides its fields, if it is an array or
-        holds one. The order of the attributes counts unless the class sets those of a copy itself, as it likes.
+        holds one.
         """
         self.mutable = True
         if _keeps_more_than_attributes(type(value)):
@@ -326,7 +330,7 @@ class _Freezer:
             if not isinstance(getattr(type(value), name, None), functools.cached_property)  # follows from the others
         ]
         self.within = before
-        return tuple(found) if not hasattr(type(value), "__setstate__") else frozenset(found)
+        return tuple(found)
 
 
 class _MetadataFreezer(_Freezer):

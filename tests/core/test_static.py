@@ -415,15 +415,15 @@ class Derived:
 
 
 class Restored:
-    """As a FieldReference of ml_collections: a copy sets its attributes in another order."""
+    """As a configuration of ml_collections: a copy has its attributes in another order, and not all of them."""
 
     __hash__ = None
 
     def __init__(self, size):
-        self.kind, self.size = int, size
+        self.kind, self.size, self.sort = int, size, False
 
     def __setstate__(self, state):
-        self.size, self.kind = state["size"], state["kind"]
+        self.size, self.kind, self.sort = state["size"], state["kind"], True
 
 
 class Items(collections.abc.Mapping):
