@@ -21,7 +21,7 @@ import operator
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
 import jax
@@ -211,7 +211,12 @@ class _Freezer:
             return kind, self.mutable_items(value)
         if issubclass(kind, Identified):  # a node or Variable that is opaque to nnxlib; its class may be set
             return self.identity(value)
-        return kind, self.hashable(value) if has_hash(value) else self.attributes(value)
+        if not has_hash(value):
+            return kind, self.attributes(value)
+        if isinstance(value, MutableMapping | MutableSequence) and kind.__hash__ is not object.__hash__:
+            self.mutable = True  # its hash is that of what it holds now, and so is its repr, where hashes are the same
+            return kind, (hash(value), repr(value))
+        return kind, self.hashable(value)
 
     def items(self, values: Any) -> tuple[Hashable, ...]:
         return tuple([(type(v), v) if type(v) in ATOMS else self.freeze(v) for v in values])

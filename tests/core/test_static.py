@@ -385,7 +385,7 @@ def test_objects_that_cannot_be_compared_are_refused(base):
 
 
 class Listing(collections.abc.Sequence):
-    """As a list of OmegaConf: no hash, and a reference to the configuration that it is a part of."""
+    """A list with no hash, and a reference to the configuration that it is a part of."""
 
     def __init__(self, *items):
         self.items, self.parent = list(items), {"child": self}
@@ -427,7 +427,7 @@ class Restored:
 
 
 class Items(collections.abc.Mapping):
-    """As a dict of OmegaConf: no hash, and a reference to the configuration that it is a part of."""
+    """A dict with no hash, and a reference to the configuration that it is a part of."""
 
     def __init__(self, **items):
         self.items_, self.parent = items, {"child": self}
@@ -440,6 +440,39 @@ class Items(collections.abc.Mapping):
 
     def __len__(self):
         return len(self.items_)
+
+
+class Configuration(collections.abc.MutableMapping):
+    """As a dict of OmegaConf: its hash is that of what it holds now, and some items cannot be read."""
+
+    def __init__(self, **items):
+        self.items_, self.parent = items, {"child": self}
+
+    def __getitem__(self, key):
+        if self.items_[key] == "???":
+            raise ValueError("missing")
+        return self.items_[key]
+
+    def __setitem__(self, key, value):
+        self.items_[key] = value
+
+    def __delitem__(self, key):
+        del self.items_[key]
+
+    def __iter__(self):
+        return iter(self.items_)
+
+    def __len__(self):
+        return len(self.items_)
+
+    def __repr__(self):
+        return repr(self.items_)
+
+    def __hash__(self):
+        return hash(tuple(self.items_.values()))  # the same for -1 and -2
+
+    def __eq__(self, other):
+        return isinstance(other, Configuration) and self.items_ == other.items_
 
 
 def change_half(value):
@@ -461,6 +494,7 @@ UNHASHABLE = {
     "dataclass": (lambda: Derived(2), change_half),
     "restored": (lambda: Restored(2), lambda value: setattr(value, "size", 3)),
     "mapping": (lambda: Items(a=1, b=[2]), lambda value: value["b"].append(3)),
+    "mapping with a hash": (lambda: Configuration(a="???", b=-1), lambda value: value.update(b=-2)),
     "sequence": (lambda: Listing(1, [2]), lambda value: value.items[1].append(3)),
     "array": (lambda: array.array("i", [1, 2]), lambda value: value.append(3)),
 }
