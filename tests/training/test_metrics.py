@@ -186,7 +186,7 @@ def test_a_threshold_is_a_float():
 def test_complex_values_are_refused_since_their_imaginary_part_would_be_lost():
     metric = Welford()
     metric.update(values=jnp.array([1.0, 3.0]))
-    with pytest.raises(ValueError, match="real values, not complex64. Update one metric with x.real"):
+    with pytest.raises(ValueError, match="real values, not complex64"):
         metric.update(values=jnp.array([1 + 1j, 2]))
     assert metric.compute().mean == 2
 
