@@ -66,7 +66,7 @@ def current_trace() -> TraceRef:
     """Return a weak reference to the running trace, always the same one; ``None`` at top level.
 
     Between traces, as in the rule that says which types a primitive returns, JAX runs none. A model that such a rule
-    unflattens is no live model from top level; so :data:`_BETWEEN` stands for the trace.
+    unflattens is no live model from top level; so a reference of its own, ``_BETWEEN``, stands for the trace.
     """
     trace = running_trace()
     return None if trace is EAGER else _BETWEEN if trace is None else trace._weakref

@@ -121,7 +121,8 @@ def vjp(
 
     Returns:
       ``(output, pull_back)``, and the aux value with ``has_aux``. ``pull_back`` takes a gradient like the output, and
-      returns a tuple of gradients like the arguments, each with a State in place of a Module. See :class:`PullBack`.
+      returns a tuple of gradients like the arguments, each with a State in place of a Module. See
+      :class:`nnxlib.transforms.autodiff.PullBack`.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -163,7 +164,7 @@ class _Sides:
 
 @jax.tree_util.register_pytree_node_class
 class PullBack:
-    """The function that :func:`vjp` returns: ``pull_back(gradient)``. A pytree: it can be a residual or leave a jit.
+    """The function that :func:`nnxlib.vjp` returns, ``pull_back(gradient)``: a pytree, a residual or output of a jit.
 
     With JAX 0.12 it has more of what that of ``jax.vjp`` has: ``with_logs``, ``out_nzs`` and ``args_res``.
     """
@@ -192,7 +193,7 @@ class PullBack:
 
     @property
     def out_nzs(self) -> Any:
-        """A pytree like the output: whether each value may have a tangent other than zero, given ``in_nzs``."""
+        """Whether each value may have a tangent other than zero, given ``in_nzs``; a pytree like the output."""
         outputs = self._sides.outputs
         return outputs.fold(outputs.as_variables(self._pull.out_nzs))[OUTPUT]
 
