@@ -100,7 +100,7 @@ class ArrayOperators(Generic[A]):
     def __getitem__(self, key: Any) -> Any:
         value: Any = self.get_value()
         if key is ... and not (type(value) is Ref or (isinstance(value, Tracer) and isinstance(value, Ref))):
-            return value  # to ask whether an array is a Ref takes three times as long as all of this
+            return value  # to ask whether an array is a Ref would take 0.4 us, and all of this takes 0.17
         return value[unwrapped(key)]
 
     def __setitem__(self, key: Any, item: Any) -> None:

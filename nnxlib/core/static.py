@@ -213,9 +213,9 @@ class _Freezer:
             return self.identity(value)
         if not has_hash(value):
             return kind, self.attributes(value)
-        if isinstance(value, MutableMapping | MutableSequence) and kind.__hash__ is not object.__hash__:
-            self.mutable = True  # its hash is that of what it holds now, and so is its repr, where hashes are the same
-            return kind, (hash(value), repr(value))
+        if isinstance(value, MutableMapping | MutableSequence) and _is_hashed_by_content(value):
+            self.mutable = True  # compared by what it holds now; the repr tells -1 from -2, whose hashes are the same
+            return kind, (hash(value), repr(value) if kind.__repr__ is not object.__repr__ else None)
         return kind, self.hashable(value)
 
     def items(self, values: Any) -> tuple[Hashable, ...]:
@@ -376,6 +376,11 @@ RULES: dict[type, Callable[[_Freezer, Any], Hashable]] = {
     functools.partial: _Freezer.partial,
     jax.tree_util.Partial: _Freezer.partial,
 }
+
+
+def _is_hashed_by_content(value: Any) -> bool:
+    """Whether the hash of a value is its own, and not made of the identity of the object."""
+    return hash(value) not in (id(value), object.__hash__(value))
 
 
 # --- copying --------------------------------------------------------------------------------------------------------

@@ -244,8 +244,9 @@ class CustomVjp(_Custom):
 
     def _set(self, method: str, rules: tuple[Callable, ...], options: dict[str, bool]) -> None:
         check_options(options, getattr(jax.custom_vjp, method))
-        kept = {name: x for name, x in getattr(self, "_rules", {}).items() if name[:6] != method[:6]}
-        self._rules = {**kept, method: (rules, options)}  # one for use under remat, one for all else
+        for_remat = "remat" in method  # there is one rule for use under remat, and one for all else
+        kept = {name: x for name, x in getattr(self, "_rules", {}).items() if ("remat" in name) != for_remat}
+        self._rules = {**kept, method: (rules, options)}
 
     def _transformed(self, call: _Call) -> Callable:
         if not hasattr(self, "_rules"):

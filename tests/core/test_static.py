@@ -442,28 +442,19 @@ class Items(collections.abc.Mapping):
         return len(self.items_)
 
 
-class Configuration(collections.abc.MutableMapping):
+class Configuration(Items, collections.abc.MutableMapping):
     """As a dict of OmegaConf: its hash is that of what it holds now, and some items cannot be read."""
-
-    def __init__(self, **items):
-        self.items_, self.parent = items, {"child": self}
 
     def __getitem__(self, key):
         if self.items_[key] == "???":
             raise ValueError("missing")
-        return self.items_[key]
+        return super().__getitem__(key)
 
     def __setitem__(self, key, value):
         self.items_[key] = value
 
     def __delitem__(self, key):
         del self.items_[key]
-
-    def __iter__(self):
-        return iter(self.items_)
-
-    def __len__(self):
-        return len(self.items_)
 
     def __repr__(self):
         return repr(self.items_)
@@ -473,6 +464,13 @@ class Configuration(collections.abc.MutableMapping):
 
     def __eq__(self, other):
         return isinstance(other, Configuration) and self.items_ == other.items_
+
+
+class Unshown(Configuration):
+    """With the repr of every object, which has an address that no copy has."""
+
+    __repr__ = object.__repr__
+    __hash__ = Configuration.__hash__
 
 
 def change_half(value):
@@ -495,6 +493,7 @@ UNHASHABLE = {
     "restored": (lambda: Restored(2), lambda value: setattr(value, "size", 3)),
     "mapping": (lambda: Items(a=1, b=[2]), lambda value: value["b"].append(3)),
     "mapping with a hash": (lambda: Configuration(a="???", b=-1), lambda value: value.update(b=-2)),
+    "mapping with a hash, not shown": (lambda: Unshown(a=1), lambda value: value.update(a=2)),
     "sequence": (lambda: Listing(1, [2]), lambda value: value.items[1].append(3)),
     "array": (lambda: array.array("i", [1, 2]), lambda value: value.append(3)),
 }
@@ -511,6 +510,16 @@ def test_objects_without_a_hash_are_compared_by_what_they_hold(kind):
     change(value)
     assert const != Const.of(value)
     assert Const.of(array.array("i", [1])) != Const.of(array.array("I", [1]))
+
+
+@pytest.mark.parametrize("hash_", [id, object.__hash__, lambda x: hash(id(x))], ids=["id", "object", "hash of id"])
+def test_a_mapping_that_is_hashed_by_identity_stays_the_same_object(hash_):
+    config = type("ByIdentity", (Configuration,), {"__hash__": lambda self: hash_(self)})(a=1)
+    model = nnx.Dict(config=nnx.static(config))
+    same = nnx.jit(lambda model: model.config is config)
+    assert same(model)
+    assert same(model)
+    assert model.config is config
 
 
 OPAQUE = {

@@ -812,11 +812,12 @@ def ruled(method, log=None, **options):
     return f, called
 
 
-def test_a_rule_that_jax_lacks():
-    for method in "defvjp_with_logs", "defvjp_with_accums", "defremat", "defremat_with_logs":
-        if not hasattr(jax.custom_vjp, method):
-            with pytest.raises(AttributeError, match=method):
-                ruled(method)
+@pytest.mark.parametrize("method", ["defvjp_with_logs", "defvjp_with_accums", "defremat", "defremat_with_logs"])
+def test_a_rule_that_jax_lacks(method):
+    if hasattr(jax.custom_vjp, method):
+        pytest.skip("JAX has such rules")
+    with pytest.raises(AttributeError, match=method):
+        ruled(method)
 
 
 @pytest.mark.parametrize("method", ["defvjp_with_logs", "defvjp_with_accums"])
