@@ -27,6 +27,7 @@ from .objects import (
     Node,
     attributes_of,
     check_writable,
+    has_ref,
     in_one_step,
     new_node,
     refill,
@@ -41,8 +42,8 @@ def _tracking(name: str, method: Any, adopted: slice) -> Any:
     """
 
     def wrapper(self: Any, *args: Any) -> Any:
-        check_writable(self, f"change the items ({name})")
         given = args[adopted]
+        check_writable(self, f"change the items ({name})", name == "__setitem__" and _is_kept(self, *args))
         values = [adopt(undeclared(x)) for x in given]
         before, after = args[: adopted.start], args[adopted.start + len(values) :]
         marks = item_marks(self) if self._nnx_marks or any(map(_declares, given, values)) else None
@@ -56,6 +57,12 @@ def _tracking(name: str, method: Any, adopted: slice) -> Any:
 
     wrapper.__name__, wrapper.__doc__ = name, method.__doc__
     return wrapper
+
+
+def _is_kept(container: Any, key: Any, value: Any) -> bool:
+    """Whether a Variable with a jax.Ref is set where it is: as by ``counts[0] += 1``."""
+    base: Any = list if isinstance(container, list) else dict
+    return has_ref(value) and (base is list or key in container) and base.__getitem__(container, key) is value
 
 
 def _track(kind: type, base: type, names: Iterable[str], adopted: slice = slice(0, 0)) -> None:

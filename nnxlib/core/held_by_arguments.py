@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from .identity import Identified
@@ -43,9 +43,9 @@ def _statics(layout: Layout) -> list[Any]:
     return [*[const.value for *_, const in layout.statics], *arguments]
 
 
-def _reached(stack: list[Any]) -> Iterator[Any]:
-    """Yield functions, partials, bound methods and containers on the stack, and all that they hold, each once."""
-    seen = set[int]()
+def _reached(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the values, and all that functions, partials, bound methods and containers among them hold, each once."""
+    stack, seen = [*values], set[int]()
     while stack:
         x = stack.pop()
         if id(x) in seen:
@@ -70,21 +70,15 @@ def used_by_arguments(functions: Sequence[Callable], layout: Layout) -> tuple[li
 
     They are in the classes, in plain objects, and in what the functions in attributes and the methods refer to.
     """
-    in_classes = [x for x in _in_classes(layout) if issubclass(type(x), Identified)]
-    by_methods = _used_by_methods(layout)
-    used = [x for found in by_methods.values() for x in found]
-    return [*in_classes, *_used_in_objects(functions, layout), *used], [*by_methods]
-
-
-def _used_in_objects(functions: Sequence[Callable], layout: Layout) -> list[Any]:
-    """The Modules in plain objects, to which attributes lead, that functions or methods may use unnoticed by a trace.
-
-    The code of these names the attributes on the way.
-    """
-    holders = [x for x in _statics(layout) if any(map(_is_own_object, _reached([x])))]
-    if not holders:
-        return []
-    return search(functions[0], given=(*functions[1:], *_methods(layout), *holders)).used_unnoticed()
+    statics = _statics(layout)
+    reached, in_classes = [*_reached(statics)], _in_classes(layout)
+    methods = _functions_in([*reached, *in_classes])
+    by_methods = _used_by_methods(methods)
+    found = [x for x in in_classes if issubclass(type(x), Identified)]
+    if any(map(_is_own_object, reached)):  # these lead to others, by attributes that the functions or methods name
+        holders = [x for x in statics if any(map(_is_own_object, _reached([x])))]
+        found += search(functions[0], given=(*functions[1:], *methods, *holders)).used_unnoticed()
+    return [*found, *[x for used in by_methods.values() for x in used]], [*by_methods]
 
 
 def _is_own_object(x: Any) -> bool:
@@ -92,24 +86,24 @@ def _is_own_object(x: Any) -> bool:
     return is_plain_object(x) and not is_of_library(vars(type(x)))
 
 
-def _used_by_methods(layout: Layout) -> dict[types.FunctionType, list[Any]]:
-    """Functions in objects and their classes that may use Modules unnoticed by a trace, with these Modules."""
+def _used_by_methods(methods: list[types.FunctionType]) -> dict[types.FunctionType, list[Any]]:
+    """Those of the methods that may use Modules unnoticed by a trace, with these Modules."""
     by_file: dict[int, list[types.FunctionType]] = {}  # so that the globals of each file are searched once
-    for method in _methods(layout):
+    for method in methods:
         by_file.setdefault(id(method.__globals__), []).append(method)
     some = [methods for methods in by_file.values() if search(methods[0], given=methods[1:]).used_unnoticed()]
     return {method: used for methods in some for method in methods if (used := search(method).used_unnoticed())}
 
 
-def _methods(layout: Layout) -> list[types.FunctionType]:
-    """The functions in attributes and classes of objects, also in properties, and as static and class methods."""
-    found = list[types.FunctionType]()
-    for x in [*_reached(_statics(layout)), *_in_classes(layout)]:
+def _functions_in(found: Sequence[Any]) -> list[types.FunctionType]:
+    """The functions among these, also in properties, and as static and class methods; not those of libraries."""
+    functions = list[types.FunctionType]()
+    for x in found:
         held: Any = x.__func__ if isinstance(x, staticmethod | classmethod) else x
         methods: tuple[Any, ...] = (held.fget, held.fset) if isinstance(held, property) else (held,)
-        functions = [inspect.unwrap(f) for f in methods if isinstance(f, types.FunctionType) or is_jitted(f)]
-        found += [f for f in functions if isinstance(f, types.FunctionType) and not is_of_library(f.__globals__)]
-    return found
+        unwrapped = [inspect.unwrap(f) for f in methods if isinstance(f, types.FunctionType) or is_jitted(f)]
+        functions += [f for f in unwrapped if isinstance(f, types.FunctionType) and not is_of_library(f.__globals__)]
+    return functions
 
 
 def _in_classes(layout: Layout) -> list[Any]:

@@ -455,8 +455,13 @@ class HasAttributes(Node, HasDict):
 
 
 def _is_kept(node: Any, name: str, value: Any) -> bool:
-    """Whether a Variable with a jax.Ref, which any trace may write, is set where it is: as by ``node.count += 1``."""
-    return attributes_of(node).get(name) is value and isinstance(getattr(value, "_nnx_value", None), jax.Ref)
+    """Whether a Variable with a jax.Ref is set where it is: as by ``node.count += 1``."""
+    return has_ref(value) and attributes_of(node).get(name) is value
+
+
+def has_ref(x: Any) -> bool:
+    """Whether this is a Variable with a jax.Ref, which any trace may write."""
+    return isinstance(getattr(x, "_nnx_value", None), jax.Ref)
 
 
 def _has_setter(node: Any, name: str) -> bool:

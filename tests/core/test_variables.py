@@ -973,6 +973,25 @@ def test_an_operator_in_place_on_an_attribute_with_a_ref_comes_out_of_a_closure(
     assert (counter.calls is calls, hasattr(counter, "new")) == (True, False)
 
 
+@pytest.mark.parametrize("made, key, absent", [(nnx.List, 0, 2), (nnx.Dict, "first", "new")])
+def test_an_operator_in_place_on_an_item_with_a_ref_comes_out_of_a_closure(made, key, absent):
+    first, second = nnx.Variable(jnp.array(0), ref=True), nnx.Variable(jnp.array(5), ref=True)
+    items = made([first, second] if made is nnx.List else {"first": first, "second": second})
+
+    @jax.jit
+    def count():
+        items[key] += 1
+
+    count()
+    count()
+    assert (first[...].item(), items[key] is first) == (2, True)
+    with pytest.raises(nnx.errors.TraceContextError, match="items"):
+        jax.jit(lambda: operator.setitem(items, key, second))()
+    with pytest.raises((nnx.errors.TraceContextError, IndexError)):
+        jax.jit(lambda: operator.setitem(items, absent, first))()
+    assert (items[key] is first, len(items)) == (True, 2)
+
+
 def test_a_ref_that_was_given_as_the_value_is_replaced():
     """Without ``ref=True`` a Ref is a value like any other; and with ``ref=False`` a value may have another shape."""
     ref = jax.new_ref(jnp.zeros(3))
