@@ -21,7 +21,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -307,8 +307,9 @@ def _in_plain_object(x: Any, names: Collection[str]) -> Iterator[LookUp]:
 def methods_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
     """The look-ups of the methods, properties and the like with these names in the classes of an object, or a class."""
     for cls in () if isinstance(x, _WITHOUT_METHODS) or is_jitted(x) else _classes_of(x):
-        if _is_written_by_user(cls):
-            for name in sorted(vars(cls).keys() & names):  # the same order in all processes
+        named = vars(cls).keys() & names
+        if named and _is_written_by_user(cls):
+            for name in sorted(named):  # the same order in all processes
                 held = vars(cls)[name]
                 if name != "__dict__" and (type(held) in _METHODS or not _is_read_from(x, name, held)):
                     yield LookUp(in_class, cls, name)
@@ -325,7 +326,7 @@ def has_unnamed_methods(cls: type) -> bool:
     """Whether a class written in Python has methods that the syntax of Python calls."""
     if issubclass(cls, _WITHOUT_METHODS):
         return False
-    return any(_is_written_by_user(base) and not BY_SYNTAX.isdisjoint(vars(base)) for base in cls.__mro__)
+    return any(not BY_SYNTAX.isdisjoint(vars(base)) and _is_written_by_user(base) for base in cls.__mro__)
 
 
 def _is_written_by_user(cls: type) -> bool:
@@ -333,15 +334,17 @@ def _is_written_by_user(cls: type) -> bool:
     return "__module__" in vars(cls) and not is_of_library(vars(cls))
 
 
-def _classes_of(x: Any) -> tuple[type, ...]:
-    """The classes of an object; of a class also those that it inherits from."""
+def _classes_of(x: Any) -> Sequence[type]:
+    """The classes of an object; of a class also those that it inherits from, which are not of libraries."""
     classes = type(x).__mro__
-    return (*x.__mro__, *classes[:-2]) if isinstance(x, type) else classes  # the last two are type and object
+    if not isinstance(x, type):
+        return classes
+    return [cls for cls in (*x.__mro__, *classes[:-2]) if not is_of_library(vars(cls))]  # without type and object
 
 
 def _is_read_from(x: Any, name: str, held: Any) -> bool:
     """Whether ``x.name`` is what its class holds under this name, or is in a slot; not for methods."""
-    is_value = not hasattr(type(held), "__get__") and not name.startswith("__")
+    is_value = name[:2] != "__" and not hasattr(type(held), "__get__")
     return is_value or (isinstance(held, types.MemberDescriptorType) and not isinstance(x, type))
 
 
