@@ -10,6 +10,7 @@ How they form chains is in chains.py, what the chains are for in docs/how_it_wor
 
 from __future__ import annotations
 
+import abc
 import builtins
 import contextvars
 import dis
@@ -21,7 +22,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -177,7 +178,10 @@ BY_SYNTAX = frozenset([f"__{name}__" for name in (
     "lshift rlshift rshift rrshift or ror and rand xor rxor neg pos invert abs round reversed int float complex index"
 ).split()])  # fmt: skip
 # The types of most attributes of classes; to look at these more closely would take a tenth of the time of a search.
-_METHODS = {types.FunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType}
+_METHODS = {
+    types.FunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType,
+    type(vars(abc.ABC)["_abc_impl"]),
+}  # fmt: skip
 
 
 def look_ups_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
@@ -204,7 +208,8 @@ def look_ups_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
         return
     elif isinstance(x, _CONTAINERS):
         yield from _in_container(x)
-        if type(x).__module__ != "builtins":  # a class of its own: it may also have attributes, and methods
+        kind = type(x)
+        if kind.__module__ != "builtins" and not is_of_library(vars(kind)):  # it may have attributes, and methods
             yield from _in_plain_object(x, names)
     elif isinstance(x, weakref.ref):
         yield LookUp(referent, x)
@@ -295,7 +300,10 @@ def _in_plain_object(x: Any, names: Collection[str]) -> Iterator[LookUp]:
     """The look-ups of the attributes of an object or a class, and of those that it has from its classes."""
     yield from in_dict_of(x)
     seen = set[str]()
-    for cls in _classes_of(x):
+    classes = _classes_of(x)
+    if isinstance(x, type):  # the slots of a library's class may hold anything, but what it has itself leads nowhere
+        classes = [cls for cls in classes if not is_of_library(vars(cls))]
+    for cls in classes:
         for name, held in vars(cls).copy().items():
             if type(held) not in _METHODS and _is_read_from(x, name, held) and name != "__dict__":
                 # `super()` finds what a subclass hides.
@@ -334,12 +342,10 @@ def _is_written_by_user(cls: type) -> bool:
     return "__module__" in vars(cls) and not is_of_library(vars(cls))
 
 
-def _classes_of(x: Any) -> Sequence[type]:
-    """The classes of an object; of a class also those that it inherits from, which are not of libraries."""
+def _classes_of(x: Any) -> tuple[type, ...]:
+    """The classes of an object; of a class also those that it inherits from."""
     classes = type(x).__mro__
-    if not isinstance(x, type):
-        return classes
-    return [cls for cls in (*x.__mro__, *classes[:-2]) if not is_of_library(vars(cls))]  # without type and object
+    return (*x.__mro__, *classes[:-2]) if isinstance(x, type) else classes  # the last two are type and object
 
 
 def _is_read_from(x: Any, name: str, held: Any) -> bool:

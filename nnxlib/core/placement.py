@@ -158,12 +158,11 @@ def _own_mesh(metadata: Mapping[str, Any]) -> Any:
     return None if mesh is None or mesh.empty else mesh
 
 
-def target_of(metadata: Mapping[str, Any]) -> tuple[Any, PartitionSpec] | None:
+def target_of(metadata: Mapping[str, Any], spec: PartitionSpec | None) -> tuple[Any, PartitionSpec] | None:
     """The mesh for a Variable, and the part of its spec that the mesh knows; None if there is none.
 
     Empty names (``sharding=()``) ask for nothing; a name None for each axis asks for a copy on each device.
     """
-    spec = spec_of(metadata)
     names = _asked(metadata)
     mesh = names.mesh if isinstance(names, NamedSharding) else _own_mesh(metadata) or current_mesh()
     if spec is None or mesh is None or not (spec or isinstance(names, NamedSharding)):
@@ -181,8 +180,8 @@ def fitted(spec: PartitionSpec, ndim: int) -> PartitionSpec:
     return PartitionSpec(*spec[surplus:]) if surplus > 0 and not any(map(_parts, spec[:surplus])) else spec
 
 
-def mesh_axes_in(spec: PartitionSpec) -> list[str]:
-    """The names of mesh axes in a PartitionSpec."""
+def mesh_axes_in(spec: Iterable[Any]) -> list[str]:
+    """The names of mesh axes in a PartitionSpec, or in some of its entries."""
     return [name for entry in spec for name in _parts(entry) if isinstance(name, str)]
 
 
@@ -238,7 +237,7 @@ def placed(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
 
 def placed_stack(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
     """:func:`placed`, for a stack of placed values. Not over explicit axes: JAX cannot loop over these."""
-    target = target_of(metadata)
+    target = target_of(metadata, spec_of(metadata))
     return value if target is None or _axes(target[0], AxisType.Explicit) else placed(value, metadata, kind)
 
 
@@ -246,8 +245,9 @@ def sharded(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
     """:func:`placed`, whatever the switch says; a ``jax.ShapeDtypeStruct`` gets a sharding if it has none."""
     if not isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return value
-    _check_names(value, metadata, kind)
-    target = target_of(metadata)
+    asked = spec_of(metadata)
+    _check_names(value, metadata, kind, asked)
+    target = target_of(metadata, asked)
     if target is None:
         return value
     mesh, spec = target[0], fitted(target[1], value.ndim)
@@ -338,21 +338,21 @@ def problem_with(spec: PartitionSpec) -> str | None:
 
 
 def _check(value: Any, mesh: Any, spec: PartitionSpec, names: Any, kind: type, even: bool) -> None:
-    parts = [math.prod(mesh.shape[name] for name in mesh_axes_in(PartitionSpec(entry))) for entry in spec]
     problem = problem_with(spec)
     if len(spec) > value.ndim:
         problem = f"it has {value.ndim} axes, and {len(spec)} names"
-    elif even and any(size % n for size, n in zip(value.shape, parts)):
+    elif even:
+        parts = [math.prod(mesh.shape[name] for name in mesh_axes_in((entry,))) for entry in spec]
         uneven = [f"axis {i} of size {size} by {n}" for i, (size, n) in enumerate(zip(value.shape, parts)) if size % n]
-        problem = f"the mesh does not divide {', '.join(uneven)}"
+        problem = f"the mesh does not divide {', '.join(uneven)}" if uneven else problem
     if problem is not None:
         raise _does_not_fit(value, mesh, names, kind, problem)
 
 
-def _check_names(value: Any, metadata: Mapping[str, Any], kind: type) -> None:
+def _check_names(value: Any, metadata: Mapping[str, Any], kind: type, spec: PartitionSpec | None) -> None:
     """Refuse names that a mesh in the metadata does not have; warn of those that the mesh of the context nearly has."""
     own, names = _own_mesh(metadata), _asked(metadata)
-    mesh, spec = own or current_mesh(), spec_of(metadata)
+    mesh = own or current_mesh()
     if mesh is None or spec is None or isinstance(names, NamedSharding):
         return
     for name in mesh_axes_in(spec):

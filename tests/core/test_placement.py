@@ -29,15 +29,19 @@ def test_the_mesh_of_the_context():
 
 def test_targets():
     """The part of a spec that a mesh knows; none without names, without a mesh, or if it knows none of them."""
-    assert placement.target_of({"out_sharding": ("data", "mlp"), "mesh": MESH}) == (MESH, PartitionSpec("data", None))
-    assert placement.target_of({"out_sharding": (None,), "mesh": MESH}) == (MESH, PartitionSpec(None))
-    assert placement.target_of({"out_sharding": ("embed", "mlp"), "mesh": MESH}) is None
+
+    def target_of(metadata):
+        return placement.target_of(metadata, placement.spec_of(metadata))
+
+    assert target_of({"out_sharding": ("data", "mlp"), "mesh": MESH}) == (MESH, PartitionSpec("data", None))
+    assert target_of({"out_sharding": (None,), "mesh": MESH}) == (MESH, PartitionSpec(None))
+    assert target_of({"out_sharding": ("embed", "mlp"), "mesh": MESH}) is None
     free = PartitionSpec(PartitionSpec.UNCONSTRAINED, "data")
-    assert placement.target_of({"out_sharding": free, "mesh": MESH}) == (MESH, free)
-    assert placement.target_of({"out_sharding": ("data",)}) is None
-    assert placement.target_of({"mesh": MESH}) is None
-    assert placement.target_of({"out_sharding": (), "mesh": MESH}) is None
-    assert placement.target_of({"out_sharding": NamedSharding(MESH, PartitionSpec())}) == (MESH, PartitionSpec())
+    assert target_of({"out_sharding": free, "mesh": MESH}) == (MESH, free)
+    assert target_of({"out_sharding": ("data",)}) is None
+    assert target_of({"mesh": MESH}) is None
+    assert target_of({"out_sharding": (), "mesh": MESH}) is None
+    assert target_of({"out_sharding": NamedSharding(MESH, PartitionSpec())}) == (MESH, PartitionSpec())
 
 
 def test_an_empty_mesh_is_none():
