@@ -209,7 +209,7 @@ def _aligned(layout: Layout, inputs: list[Any], bodies: list[Body]) -> tuple[lis
         changes = type_changes(types[0], other, paths, _IN_BRANCHES.format(k=k))
         if changes:
             raise BodyError(listed(_TYPES.format(k=k), changes, _CAST))
-    return [functools.partial(_run, body, source) for body, source in zip(bodies, sources)], delta
+    return list(map(_running, bodies, sources)), delta
 
 
 def _joint_delta(layout: Layout, bodies: Sequence[Body]) -> tuple[Delta, list[Owner]]:
@@ -270,6 +270,6 @@ def _taken(source: Sequence[int], returned: Sequence[Any], given: Sequence[Any])
     return [found[k] for k in source]
 
 
-def _run(body: Body, source: Sequence[int], leaves: Sequence[Any]) -> list[Any]:
-    """What a branch returns for these leaves."""
-    return _taken(source, body.run(leaves), leaves)
+def _running(body: Body, source: Sequence[int]) -> Callable:
+    """A branch as a function of leaves; no partial, whose signature JAX needs longer to find."""
+    return lambda leaves: _taken(source, body.run(leaves), leaves)

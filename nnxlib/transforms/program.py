@@ -114,6 +114,7 @@ def _compiled(jitted: Any) -> Callable:
     """``jitted``, with the arrays to which the function refers as inputs of what is compiled, not as constants in it.
 
     These are the constants of the first trace. One for leaves of other types, if it has others, is compiled with them.
+    If there are none, ``jitted`` itself is called, which is not traced again.
     """
     kept: list[Sequence[Any]] = []
 
@@ -132,7 +133,7 @@ def _compiled(jitted: Any) -> Callable:
             return jitted(leaves)
         if not kept:
             kept.append(jitted.trace(leaves).jaxpr.consts)
-        return program(kept[0], leaves)
+        return program(kept[0], leaves) if kept[0] else jitted(leaves)
 
     return call
 
