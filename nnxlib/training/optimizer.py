@@ -218,7 +218,8 @@ class Optimizer(Pytree, Generic[M]):
             if misfit is not None:
                 raise misfit from None
             with suppress(Exception):
-                return self._step(model, trained, gradients, extra, functools.partial(_as_variables, trained))
+                boxed = functools.partial(_as_variables, trained)
+                return self._step(model, trained, boxed(gradients), extra, boxed)
             lacks = "required keyword-only argument" in str(error)
             if isinstance(error, TypeError) and (lacks or any(map(callable, extra.values()))):
                 error.add_note(_EXTRA)
@@ -227,15 +228,15 @@ class Optimizer(Pytree, Generic[M]):
     def _step(
         self, model: Any, trained: State, gradients: State, extra: dict[str, Any], seen: Callable[..., Any]
     ) -> Any:
-        """The update; ``tx`` is given ``seen(tree)`` in place of each tree, and Modules in ``extra`` stay Modules."""
+        """The update; ``tx`` is given ``seen(tree)`` of parameters, state and ``extra``, where Modules stay Modules."""
         params, structure = flat(trained)
         values = [plain_value(x) for x in params]
         kept, kept_structure = self._kept()
         old = [plain_value(x) for x in kept]
-        given = [seen(tree) for tree in (gradients, kept_structure.unflatten(kept), trained)]
-        extra = {name: given[0] if x is gradients else seen(x, is_node) for name, x in extra.items()}
-        updates, new_state = map(_without_variables, self.tx.update(*given, **extra))
-        moved = [added(*pair) for pair in zip(values, structure.flatten_up_to(updates))]
+        extra = {name: x if x is gradients else seen(x, is_node) for name, x in extra.items()}
+        updates, new_state = self.tx.update(gradients, seen(kept_structure.unflatten(kept)), seen(trained), **extra)
+        changes = [plain_value(x) for x in structure.flatten_up_to(updates)]
+        moved = [added(*pair) for pair in zip(values, changes)]
         if shapes(moved) != shapes(values):
             items = zip(to_flat_state(trained).paths, values, moved, strict=True)
             grown = [(path, old, new) for path, old, new in items if shapes(old) != shapes(new)]
@@ -263,7 +264,7 @@ class Optimizer(Pytree, Generic[M]):
 
         even_if_interrupted(write)
         watch_update(model, moved, [self.step, *kept])
-        return updates
+        return structure.unflatten(changes)
 
     def _check_state(self, params: State, model: Any) -> None:
         """Raise StateMismatchError if the state is not one for these parameters."""
@@ -506,7 +507,7 @@ def _without_variables(value: Any, is_leaf: Callable[[Any], bool] = is_variable)
 
 def _like(structure: Any, new_state: Any) -> list[Any]:
     try:
-        return structure.flatten_up_to(new_state)
+        return [plain_value(x) for x in structure.flatten_up_to(new_state)]
     except ValueError as error:
         reason = str(error).partition("\n")[0]
         raise StateMismatchError(

@@ -346,6 +346,26 @@ def wrong_shape(grads):
     return nnx.merge_state(grads, {"adapter": jnp.ones((3, 4))})
 
 
+def test_a_parameter_that_holds_the_state_of_another_model():
+    class Shifted(nnx.Module):  # the base is fixed; what is added to all of its parameters is one Param
+        def __init__(self, base):
+            self.base, params = nnx.split(base)
+            self.shift = nnx.Param(jax.tree.map(jnp.ones_like, params))
+
+        def __call__(self, x):
+            return nnx.merge(self.base, self.shift.get_value())(x)
+
+    model, alone = Shifted(nnx.Linear(2, 3, rngs=nnx.Rngs(0))), nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    nnx.update(alone, model.shift.get_value())
+    for trained in (model, alone):
+        optimizer = nnx.Optimizer(trained, optax.adam(0.1), wrt=nnx.Param)
+        for step in (optimizer.update, nnx.jit(optimizer.update)) * 2:
+            step(trained, nnx.grad(lambda model: jnp.sum(model(X) ** 2))(trained))
+    assert type(model.shift.get_value()["kernel"]) is nnx.Param
+    np.testing.assert_allclose(model.shift.get_value()["kernel"], alone.kernel, rtol=1e-6)
+    np.testing.assert_allclose(model.shift.get_value()["bias"], alone.bias, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
