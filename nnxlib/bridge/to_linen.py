@@ -63,6 +63,10 @@ class ToLinen(flax.linen.Module):
     skip_rng: bool = False
     metadata_fn: Callable[[Variable], Any] | None = to_linen_var
 
+    def __post_init__(self) -> None:
+        self.args, self.kwargs = tuple(self.args), FrozenDict(self.kwargs)  # which have a hash, as Linen modules do
+        super().__post_init__()
+
     @flax.linen.compact
     def __call__(self, *args: Any, nnx_method: Callable[..., Any] | str | None = None, **kwargs: Any) -> Any:
         """Call the Module, or its method ``nnx_method``: a name, or a function of the Module and the arguments."""
@@ -102,7 +106,7 @@ class ToLinen(flax.linen.Module):
         """The Module as its constructor makes it."""
         if isinstance(self.nnx_class, Node):
             raise errors.ArgumentError(_INSTANCE.format(name=type(self.nnx_class).__name__))
-        arguments: Any = (tuple(self.args), dict(self.kwargs))
+        arguments: Any = (self.args, _thawed(self.kwargs))
         if holds_nodes(arguments):
             arguments = clone(arguments, arrays=False)  # Modules that the user holds keep their values
         rngs = {} if self.skip_rng else {"rngs": self._rngs()}
@@ -194,6 +198,11 @@ def linen_rngs_dict(linen_module: flax.linen.Module, add_default: bool = False) 
         )
     keys = {name: linen_module.make_rng(name) for name in linen_module.scope.rngs}
     return {"default": 0, **keys} if add_default else keys
+
+
+def _thawed(tree: Any) -> Any:
+    """A FrozenDict as a dict, at each level: as it was given."""
+    return {key: _thawed(x) for key, x in tree.items()} if isinstance(tree, FrozenDict) else tree
 
 
 def to_linen(

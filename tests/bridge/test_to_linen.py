@@ -324,3 +324,24 @@ def test_the_linen_module_that_runs_and_its_keys():
     assert nnx.bridge.wrappers.current_linen_module() is None
     with pytest.raises(ValueError, match="draws from the streams of a run, but this ToLinen is not running"):
         nnx.bridge.wrappers.linen_rngs_dict(model)
+
+
+def test_to_linen_has_a_hash():
+    """As a Linen module has, whatever sequence and mapping its arguments are given in."""
+
+    class Sized(nnx.Module):
+        def __init__(self, config, *, rngs):
+            assert type(config) is dict  # as it was given
+            assert type(config["layer"]) is dict
+            self.linear = nnx.Linear(2, config["layer"]["size"], rngs=rngs)
+
+        def __call__(self, x):
+            return self.linear(x)
+
+    apply = jax.jit(lambda model, variables, x: model.apply(variables, x), static_argnums=0)
+    models = [bridge.ToLinen(Sized, [], {"config": {"layer": {"size": size}}}) for size in (3, 3, 4)]
+    models.append(bridge.to_linen(Sized, config={"layer": {"size": 3}}))
+    for model in models:
+        variables = model.init(jax.random.key(0), jnp.ones((1, 2)))
+        assert apply(model, variables, jnp.ones((5, 2))).shape == (5, model.kwargs["config"]["layer"]["size"])
+    assert apply._cache_size() == 2
