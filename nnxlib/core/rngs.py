@@ -313,13 +313,19 @@ class RngStream(_Samplers, Pytree):
         """Return the next key.
 
         Raises:
-          ValueError: if the stream is split into lanes; draw from it inside ``nnx.vmap``.
+          ValueError: if the stream is split into lanes; draw from it inside ``nnx.vmap``. Or if it has no key, only its
+            shape.
           TraceContextError: inside a JAX transformation that the stream was not passed to.
         """
         key = self.key.get_value()
         if key.ndim:
             raise UsageError(_SPLIT.format(tag=self.tag, shape=key.shape))
-        drawn, count = _draw(key, self.count.get_value())
+        try:
+            drawn, count = _draw(key, self.count.get_value())
+        except TypeError:
+            if isinstance(key, jax.ShapeDtypeStruct):
+                raise UsageError(_NO_KEY.format(tag=self.tag)) from None
+            raise
         self.count.set_value(count)
         return drawn
 
@@ -368,6 +374,10 @@ class RngStream(_Samplers, Pytree):
             raise ArgumentError("fold_in needs at least one name, a string or an int: rngs.fold_in('encoder', 3).")
         return RngStream(_descend(self.key.get_value(), _digest(b"fold_in", static)), tag=self.tag)
 
+
+_NO_KEY = """\
+The RngStream {tag!r} has no key, only the shape of one, as nnx.eval_shape makes it. Give it one, by \
+nnx.reseed(model, {tag}=0) or nnx.update(model, state), or ask for shapes only: nnx.eval_shape(function, model, ...)."""
 
 _SPLIT = """\
 The RngStream {tag!r} is split into lanes of shape {shape}, so it has no single next key.

@@ -334,7 +334,8 @@ def _places_of_carry(in_axes: Any, out_axes: Any) -> tuple[tuple[int, ...] | Non
     if (places[0] is None) != (places[1] is None):
         raise PrefixError(
             "If one of in_axes or out_axes has Carry, the other must also have Carry; given were "
-            f"in_axes={in_axes!r} and out_axes={out_axes!r}."
+            f"in_axes={in_axes!r} and out_axes={out_axes!r}. If no argument is carried, write out_axes=0, which is "
+            "(nnx.Carry, 0) by default; Carry in nnx.StateAxes, for a part of a Module, does not count."
         )
     for entry in jtu.tree_leaves(out_axes, is_leaf=lambda x: x is None):
         if None in labels_in(entry):

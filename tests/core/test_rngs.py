@@ -74,6 +74,15 @@ def test_a_split_stream_has_no_single_next_key(act):
         act(nnx.RngStream(0, tag="params").split(3))
 
 
+def test_a_stream_without_a_key_says_how_to_get_one():
+    """As in a model of shapes into which only parameters were restored."""
+    model = nnx.eval_shape(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=0)))
+    with pytest.raises(nnx.errors.UsageError, match=r"'dropout' has no key, .*nnx\.reseed\(model, dropout=0\)"):
+        model(jnp.ones(3))
+    nnx.reseed(model, dropout=0)
+    assert model(jnp.ones(3)).shape == (3,)
+
+
 def test_a_refused_draw_consumes_nothing():
     """A draw inside a raw JAX transformation raises and leaves the stream where it was."""
     rngs = nnx.Rngs(0)

@@ -844,6 +844,10 @@ WRONG = {
         r"has Carry, the other must also have Carry; given were in_axes=.* and out_axes=0\.",
     ),
     "Carry out": (with_axes((None, 0), (nnx.Carry, 0)), "If one of in_axes or out_axes has Carry"),
+    "Carry in StateAxes": (
+        with_axes((nnx.StateAxes({...: nnx.Carry}), 0), (nnx.Carry, 0)),
+        r"If no argument is carried, write out_axes=0.*; Carry in nnx\.StateAxes.* does not count\.",
+    ),
     "not a label": (
         with_axes(("carry", 0)),
         "in_axes=.* has 'carry'; scan takes an int, None, nnx.Carry or",
