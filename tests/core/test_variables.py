@@ -973,7 +973,7 @@ def test_an_operator_in_place_on_an_attribute_with_a_ref_comes_out_of_a_closure(
     assert (counter.calls is calls, hasattr(counter, "new")) == (True, False)
 
 
-@pytest.mark.parametrize("made, key, absent", [(nnx.List, 0, 2), (nnx.Dict, "first", "new")])
+@pytest.mark.parametrize(("made", "key", "absent"), [(nnx.List, 0, 2), (nnx.Dict, "first", "new")])
 def test_an_operator_in_place_on_an_item_with_a_ref_comes_out_of_a_closure(made, key, absent):
     first, second = nnx.Variable(jnp.array(0), ref=True), nnx.Variable(jnp.array(5), ref=True)
     items = made([first, second] if made is nnx.List else {"first": first, "second": second})
