@@ -30,17 +30,23 @@ from .static import Const
 def held_in(layout: Layout) -> tuple[Any, ...]:
     """The Modules and Variables held by functions, partials, bound methods and containers in static values.
 
-    (A mask for optax, say, is a State of Variables.) Not those that the functions read from globals.
+    (A mask for optax, say, is a State of Variables.) Not those that the functions read from globals, nor Lists and
+    Dicts of which each trace gets a copy.
     """
     if layout.held is None:
-        layout.held = tuple([x for x in _reached(_statics(layout)) if issubclass(type(x), Identified)])
+        shared = [x for const in _constants(layout) for x in const.shared]
+        layout.held = tuple([x for x in _reached(shared) if issubclass(type(x), Identified)])
     return layout.held
 
 
-def _statics(layout: Layout) -> list[Any]:
+def _constants(layout: Layout) -> list[Const]:
     """The static values of objects, and static arguments."""
-    arguments = [spec.value for _, spec in parts(layout.root) if type(spec) is Const]
-    return [*[const.value for *_, const in layout.statics], *arguments]
+    arguments = [spec for _, spec in parts(layout.root) if type(spec) is Const]
+    return [*[const for *_, const in layout.statics], *arguments]
+
+
+def _statics(layout: Layout) -> list[Any]:
+    return [const.value for const in _constants(layout)]
 
 
 def _reached(values: Iterable[Any]) -> Iterator[Any]:

@@ -75,6 +75,11 @@ class Const:
         """Whether anything in the value can be changed in place."""
         return self.parts is not None
 
+    @property
+    def shared(self) -> Sequence[Any]:
+        """What the value and all its copies have in common: the value itself, if it is never copied."""
+        return (self.value,) if self.parts is None else self.parts
+
     @classmethod
     def of(cls, value: Any, path: tuple = ()) -> Const:
         """Freeze ``value``; ``path`` is where it was found, for messages.

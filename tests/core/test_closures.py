@@ -797,6 +797,18 @@ def test_a_list_that_is_a_static_argument_is_not_captured():
     assert traces == 3
 
 
+@pytest.mark.parametrize("transform", [nnx.jit, lambda f: nnx.jit(nnx.remat(f)), nnx.remat])
+def test_a_list_or_dict_in_a_static_tuple_is_not_captured(transform):
+    """Each trace gets a copy, with what is in it; the live one stays as it is."""
+    model = nnx.Module()
+    model.sizes = nnx.static(("sizes", [1.0, {"last": 2.0}]))
+    run = transform(lambda model, x: x * model.sizes[1][0] * model.sizes[1][1]["last"])
+    assert run(model, 3.0) == run(model, 3.0) == 6.0
+    assert model.sizes == ("sizes", [1.0, {"last": 2.0}])
+    model.sizes[1][1]["last"] = 4.0
+    assert run(model, 3.0) == 12.0
+
+
 @pytest.mark.parametrize(
     "listed",
     [nnx.iter_graph, nnx.iter_modules, nnx.iter_children, nnx.find_duplicates, nnx.state, jax.tree.leaves],
