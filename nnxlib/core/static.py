@@ -276,10 +276,14 @@ class _Freezer:
     def function(self, value: types.FunctionType) -> Hashable:
         if value.__closure__ or value.__dict__:  # which can be rebound, and hold anything
             return self.identity(value)
-        content: Hashable = None
-        if value.__defaults__ or value.__kwdefaults__:
-            content = self.content(value, (*(value.__defaults__ or ()), ..., *(value.__kwdefaults__ or {}).items()))
-        return value.__code__, Identity(value.__globals__), content
+        if not (value.__defaults__ or value.__kwdefaults__):
+            return value.__code__, Identity(value.__globals__)
+        before, self.mutable = self.mutable, False
+        defaults = self.content(value, (*(value.__defaults__ or ()), ..., *(value.__kwdefaults__ or {}).items()))
+        if self.mutable:  # a function is not copied
+            return self.identity(value), defaults
+        self.mutable = before
+        return value.__code__, Identity(value.__globals__), defaults
 
     def partial(self, value: functools.partial) -> Hashable:
         return self.content(value, (value.func, value.args, tuple(value.keywords.items())))

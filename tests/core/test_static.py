@@ -224,6 +224,7 @@ DIFFERENT = {
     "partial keyword": (functools.partial(relu, x=1), functools.partial(relu, x=True)),
     "partial of an array": (functools.partial(relu, jnp.ones(1)), functools.partial(relu, jnp.ones(1))),
     "default that is an array": (with_default(jnp.ones(1)), with_default(jnp.ones(1))),
+    "default that can be edited": (with_default([1]), with_default([1])),
     "equal Modules": ((Named("a"),), (Named("a"),)),
     "dataclass": (Open(1, []), Open(1, [1])),
     "frozen dataclass": (Closed(1), Closed(True)),

@@ -932,6 +932,22 @@ class Uncomparable:
         raise ValueError("the truth value is ambiguous")
 
 
+def test_functions_of_the_same_code_with_defaults_that_are_edited():
+    """An edit of a list that is a default of one function is none of another one."""
+
+    def function():
+        return lambda x, factors=[2.0]: x * factors[0]  # noqa: B006
+
+    first, second, jitted = Layer(), Layer(), nnx.jit(lambda m, x: m.f(x))
+    first.f, second.f = function(), function()
+    assert jitted(first, 1.0) == 2.0
+    first.f.__defaults__[0][0] = 3.0
+    assert jitted(first, 1.0) == 3.0
+    assert jitted(second, 1.0) == 2.0
+    assert jitted(second, jnp.ones(2)).tolist() == [2.0, 2.0]
+    assert jitted(first, jnp.ones(2)).tolist() == [3.0, 3.0]
+
+
 def test_a_static_value_that_cannot_be_compared_is_replaced_inside():
     m, other, jitted = Layer(), Uncomparable(), nnx.jit(lambda m: setattr(m, "table", other))
     m.table = Uncomparable()
