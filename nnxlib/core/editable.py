@@ -143,7 +143,7 @@ _SIMPLE = ATOMS | {float, complex, slice, range, types.CodeType, types.BuiltinFu
 
 # For static.py these are their own keys.
 _UNCHANGEABLE = (
-    *(type, enum.Enum, np.generic, np.dtype, jax.Array),
+    *(type, enum.Enum, np.number, np.bool_, np.character, np.datetime64, np.dtype, jax.Array),
     *(jax.sharding.PartitionSpec, jax.sharding.Sharding, jax.sharding.Mesh, jax.sharding.AbstractMesh),
 )
 

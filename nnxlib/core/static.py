@@ -381,6 +381,8 @@ RULES: dict[type, Callable[[_Freezer, Any], Hashable]] = {
     bytearray: lambda self, value: self.mutable_items(bytes(value)),
     array.array: lambda self, value: (value.typecode, self.mutable_items(value.tobytes())),
     np.ndarray: _Freezer.array,
+    np.void: _Freezer.array,  # a row of a structured array, and a view of it
+    np.record: _Freezer.array,
     types.FunctionType: _Freezer.function,
     functools.partial: _Freezer.partial,
     jax.tree_util.Partial: _Freezer.partial,

@@ -159,6 +159,7 @@ SAME = {
     "partition spec": lambda: jax.sharding.PartitionSpec("a", None),
     "record array": lambda: np.rec.array([(1, 2.0)]),
     "masked array": lambda: np.ma.array([1, 2], mask=[0, 1]),
+    "row of an array": lambda: np.zeros(2, [("a", "i4")])[0],
     "object without attributes": lambda: Stateless(),
 }
 
