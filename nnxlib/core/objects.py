@@ -321,7 +321,7 @@ def _abstract_methods(cls: type) -> frozenset[str]:
     """The methods marked by :func:`abc.abstractmethod` that a class does not implement, as in a subclass of abc.ABC."""
     inherited = {name for base in cls.__bases__ for name in getattr(base, "__abstractmethods__", ())}
     named = {*vars(cls), *inherited}
-    return frozenset(name for name in named if getattr(getattr(cls, name, None), "__isabstractmethod__", False))
+    return frozenset(name for name in named if getattr(class_attribute(cls, name), "__isabstractmethod__", False))
 
 
 def _reporting(method: Callable, name: str) -> Callable:

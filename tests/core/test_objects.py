@@ -333,6 +333,27 @@ def test_a_refused_write_names_the_path_from_self():
 # --- classes ---
 
 
+def test_a_descriptor_that_a_class_itself_has_no_value_of():
+    """Making the class does not ask for it: the descriptor may raise any error."""
+
+    class PerObject:
+        def __init__(self):
+            self.values = {}
+
+        def __get__(self, node, cls=None):
+            return self.values[id(node)]
+
+        def __set__(self, node, value):
+            self.values[id(node)] = value
+
+    class Layer(nnx.Module):
+        size = PerObject()
+
+    layer = Layer()
+    layer.size = 3
+    assert layer.size == 3
+
+
 @pytest.mark.parametrize("base", [nnx.Module, nnx.Pytree])
 def test_abstract_methods_without_abc(base):
     """A node is refused as a subclass of abc.ABC is, while a method that is marked as abstract has no body."""
