@@ -26,7 +26,7 @@ from typing import Any
 from . import look_ups
 from .annotations import NamedTuple
 from .fingerprints import are_constants
-from .look_ups import BY_NAME, BY_SYNTAX, LookUp, weak_key
+from .look_ups import BY_NAME, BY_SYNTAX, OF_CLASS, LookUp, weak_key
 
 Reference = Callable[[], Any]  # to a value that a look-up has found before
 
@@ -34,8 +34,8 @@ MAPPINGS = dict, types.MappingProxyType  # the latter is a view of a dict, which
 MUTABLE_CONTAINERS = list, deque, set, *MAPPINGS
 # Code may reach what is in these without naming it.
 _TRANSPARENT = (
-    dict, types.MappingProxyType, types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod,
-    property,
+    dict, types.MappingProxyType, types.FunctionType, types.MethodType, types.BuiltinMethodType, functools.partial,
+    staticmethod, classmethod, property,
 )  # fmt: skip
 _DEFAULTS = "__defaults__", "__kwdefaults__"
 OVER_ALL = "vars", "dir", "__dict__"  # code with one of these names may go over all attributes of an object
@@ -110,7 +110,7 @@ class Chain(NamedTuple):
                 return True
             if not _is_by_name(chain.look_up, holder) or (over_all and kind is look_ups.own):
                 continue
-            if key not in names and key not in BY_SYNTAX:
+            if key not in names and key not in BY_SYNTAX and key not in OF_CLASS:
                 return False
         return True
 

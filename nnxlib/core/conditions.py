@@ -39,6 +39,7 @@ from .static import dict_of
 
 _MOST_MEMBERS = 100  # of a container whose members are compared; of a longer one only the length is
 _FUNCTIONS = types.FunctionType, types.MethodType, functools.partial
+_FIXED_HOLDERS = tuple, frozenset, types.MethodType, types.BuiltinMethodType, functools.partial
 _NO_HOLDERS = Identified, GraphDef, type, types.ModuleType, *_FUNCTIONS, threading.local, *weakref.ProxyTypes
 
 
@@ -213,7 +214,7 @@ def _is_alone(chain: Chain) -> bool:
     if chain.before is None or not _finds(chain.look_up, type(chain.value)):
         return False
     holder, kind = chain.before.value, chain.look_up.kind
-    if issubclass(type(holder), tuple | frozenset | types.MethodType | functools.partial) or _is_frozen(holder):
+    if issubclass(type(holder), _FIXED_HOLDERS) or _is_frozen(holder):
         return False
     if kind in (referent, in_context, in_class):
         return True

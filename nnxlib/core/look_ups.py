@@ -177,6 +177,7 @@ BY_SYNTAX = frozenset([f"__{name}__" for name in (
     "add radd sub rsub mul rmul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow "
     "lshift rlshift rshift rrshift or ror and rand xor rxor neg pos invert abs round reversed int float complex index"
 ).split()])  # fmt: skip
+OF_CLASS = "__class_getitem__", "__new__"  # those for a class itself: the latter may return a single object
 # The types of most attributes of classes; to look at these more closely would take a tenth of the time of a search.
 _METHODS = {
     types.FunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType,
@@ -199,6 +200,8 @@ def look_ups_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
         yield from [y for y in found if not _is_setting(y.found())] if is_of_library(x.__globals__) else found
     elif isinstance(x, types.MethodType):
         yield from _attributes(x, "__self__", "__func__")
+    elif type(x) is types.BuiltinMethodType:  # of a container, such as `models.get`; or a function of a module in C
+        yield from () if isinstance(x.__self__, types.ModuleType) else _attributes(x, "__self__")
     elif isinstance(x, functools.partial):
         yield from _attributes(x, "func", "args", "keywords")
         yield from in_dict_of(x)
@@ -309,7 +312,7 @@ def _in_plain_object(x: Any, names: Collection[str]) -> Iterator[LookUp]:
                 # `super()` finds what a subclass hides.
                 yield LookUp(in_class, cls, name) if name in seen else LookUp(attribute, x, name)
                 seen.add(name)
-    yield from methods_in(x, {*names, "__class_getitem__" if isinstance(x, type) else "__call__"})
+    yield from methods_in(x, {*names, *(OF_CLASS if isinstance(x, type) else ("__call__",))})
 
 
 def methods_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
@@ -436,7 +439,7 @@ def _loaded_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 def names_in(code: types.CodeType) -> frozenset[str]:
     """All names in some code, with the functions in it: globals, attributes, imports, and text for ``getattr``."""
     inner = [names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    texts = [const for const in code.co_consts if isinstance(const, str) and const.isidentifier()]
+    texts = [x for const in code.co_consts if isinstance(const, str) for x in const.split(".") if x.isidentifier()]
     if _MATCH_CLASS in code.co_code[::2]:  # `case Holder(model=m)` has the names of attributes in a tuple
         texts += [name for const in code.co_consts if type(const) is tuple for name in const if type(name) is str]
     return frozenset(code.co_names).union(texts, *inner)

@@ -14,6 +14,7 @@ import enum
 import functools
 import importlib
 import itertools
+import operator
 import pickle
 import sys
 import threading
@@ -936,7 +937,7 @@ def test_functions_of_the_same_code_with_defaults_that_are_edited():
     """An edit of a list that is a default of one function is none of another one."""
 
     def function():
-        return lambda x, factors=[2.0]: x * factors[0]  # noqa: B006
+        return lambda x, factors=[2.0]: x * factors[0]
 
     first, second, jitted = Layer(), Layer(), nnx.jit(lambda m, x: m.f(x))
     first.f, second.f = function(), function()
@@ -2338,6 +2339,11 @@ def result_of(coroutine):
     return info.value.value
 
 
+class Made:
+    def __new__(cls):
+        return SETTINGS
+
+
 async def opened():
     async with Opens() as settings:
         return settings.scale
@@ -2385,6 +2391,35 @@ def among_all_attributes():
     return lambda: sum(x.scale for x in vars(held).values()), lambda settings: setattr(held, "settings", settings)
 
 
+def by_method_of_a_dict():
+    held = {}
+    find = held.get
+    return lambda: find("x").scale, lambda settings: held.update(x=settings)
+
+
+def by_method_of_a_context_variable():
+    variable = contextvars.ContextVar("variable")
+    find = variable.get
+    return lambda: find().scale, variable.set
+
+
+def in_singleton():
+    class Single:
+        one = None
+
+        def __new__(cls):
+            cls.one = cls.one or super().__new__(cls)
+            return cls.one
+
+    return lambda: Single().settings.scale, lambda settings: setattr(Single(), "settings", settings)
+
+
+def by_dotted_name():
+    held = types.SimpleNamespace(inner=types.SimpleNamespace())
+    read = lambda: operator.attrgetter("inner.settings")(held).scale
+    return read, lambda settings: setattr(held.inner, "settings", settings)
+
+
 def as_settings(read):
     return lambda: (read, lambda settings: globals().update(SETTINGS=settings))
 
@@ -2395,6 +2430,11 @@ UNUSUAL = {
     "a proxy": behind_proxy,
     "a property": in_property,
     "vars": among_all_attributes,
+    "a method of a dict": by_method_of_a_dict,
+    "a method of a context variable": by_method_of_a_context_variable,
+    "a singleton": in_singleton,
+    "a dotted name": by_dotted_name,
+    "what makes an object": as_settings(lambda: Made().scale),
     "async with": as_settings(lambda: result_of(opened())),
     "async for": as_settings(lambda: result_of(iterated())),
 }
