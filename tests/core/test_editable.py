@@ -117,7 +117,10 @@ VALUES = {
     ),
     "bytearray": (lambda: [bytearray(b"a")], [lambda x: x[0].append(1), lambda x: x[0].pop()]),
     "array": (lambda: Config([1], other=np.ones(2)), [lambda x: x.other.fill(0), lambda x: x.sizes.append(1)]),
-    "row of an array": (lambda: [np.zeros(2, [("a", "i4")])[0]], [lambda x: put(x[0], "a", 1), lambda x: put(x[0], "a", 0)]),
+    "row of an array": (
+        lambda: [np.zeros(2, [("a", "i4")])[0]],
+        [lambda x: put(x[0], "a", 1), lambda x: put(x[0], "a", 0)],
+    ),
     "jax.Array": (lambda: Config([], other=jnp.ones(2)), [lambda x: setattr(x, "other", jnp.ones(2))]),
     "view": (
         lambda: Config([], other=types.MappingProxyType({"a": [1]})),
