@@ -34,19 +34,14 @@ def held_in(layout: Layout) -> tuple[Any, ...]:
     Dicts of which each trace gets a copy.
     """
     if layout.held is None:
-        shared = [x for const in _constants(layout) for x in const.shared]
-        layout.held = tuple([x for x in _reached(shared) if issubclass(type(x), Identified)])
+        layout.held = tuple([x for x in _reached(_statics(layout)) if issubclass(type(x), Identified)])
     return layout.held
 
 
-def _constants(layout: Layout) -> list[Const]:
-    """The static values of objects, and static arguments."""
-    arguments = [spec for _, spec in parts(layout.root) if type(spec) is Const]
-    return [*[const for *_, const in layout.statics], *arguments]
-
-
 def _statics(layout: Layout) -> list[Any]:
-    return [const.value for const in _constants(layout)]
+    """The static values of objects, and static arguments; of one that is copied for each trace, what the copies share."""
+    arguments = [spec for _, spec in parts(layout.root) if type(spec) is Const]
+    return [x for const in (*[const for *_, const in layout.statics], *arguments) for x in const.shared]
 
 
 def _reached(values: Iterable[Any]) -> Iterator[Any]:

@@ -807,6 +807,14 @@ def test_a_list_or_dict_in_a_static_tuple_is_not_captured(transform):
     assert model.sizes == ("sizes", [1.0, {"last": 2.0}])
     model.sizes[1][1]["last"] = 4.0
     assert run(model, 3.0) == 12.0
+    layer = nnx.Module()
+    layer.size = 5.0
+    model.sizes[1][1]["layer"] = layer  # a Module is the same in each copy
+    run = transform(lambda model, x: x * model.sizes[1][0] * model.sizes[1][1]["layer"].size)
+    assert run(model, 3.0) == run(model, 3.0) == 15.0
+    layer.size = 6.0
+    assert run(model, 3.0) == 18.0
+    assert model.sizes == ("sizes", [1.0, {"last": 4.0, "layer": layer}])
 
 
 @pytest.mark.parametrize(
