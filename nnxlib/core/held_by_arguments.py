@@ -39,7 +39,7 @@ def held_in(layout: Layout) -> tuple[Any, ...]:
 
 
 def _statics(layout: Layout) -> list[Any]:
-    """The static values of objects, and static arguments; of one that is copied for each trace, what the copies share."""
+    """The static values of objects, and static arguments; of one that each trace copies, what the copies share."""
     arguments = [spec for _, spec in parts(layout.root) if type(spec) is Const]
     return [x for const in (*[const for *_, const in layout.statics], *arguments) for x in const.shared]
 
