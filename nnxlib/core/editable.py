@@ -15,7 +15,7 @@ import operator
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -27,6 +27,12 @@ from .stamps import Stamp
 from .static import ATOMS, MUTABLE_CONTAINERS, RULES, Const, has_hash, state_of
 
 _Reader = Callable[[Any], list[Any]]  # of what a container holds
+
+
+class Compared(Protocol):
+    """What can be changed without telling a stamp, so that it is compared with what it was: an Editable, or foreign."""
+
+    def is_unchanged(self) -> bool: ...
 
 
 class Editable:
@@ -51,23 +57,26 @@ class Editable:
         return same
 
 
-def have_changed(values: Iterable[Editable]) -> bool:
+def have_changed(values: Iterable[Compared]) -> bool:
     """Whether any of these values is not what it was."""
     return not all(x.is_unchanged() for x in values)
 
 
 class Guard:
-    """A stamp for a description with editable values: valid while the stamp is, and the values are unchanged."""
+    """A stamp for a description with values that are compared: valid while the stamp is, and they are unchanged."""
 
-    __slots__ = ("_editable", "_stamp")
+    __slots__ = ("_compared", "_stamp")
 
-    def __init__(self, stamp: Stamp, editable: Sequence[Editable]):
-        self._stamp, self._editable = stamp, editable
+    def __init__(self, stamp: Stamp, compared: Sequence[Compared]):
+        self._stamp, self._compared = stamp, compared
 
     @property
     def valid(self) -> int:
         """The edition of the stamp; False if anything has changed."""
-        return False if have_changed(self._editable) else self._stamp.valid
+        for x in self._compared:  # as `have_changed`, which is two calls more
+            if not x.is_unchanged():
+                return False
+        return self._stamp.valid
 
 
 class _Held(NamedTuple):

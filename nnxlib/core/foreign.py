@@ -2,8 +2,8 @@
 
 The state of an optimizer is such a pytree. It has to keep the very types that the transformation has made, since JAX
 compares them: to ``jax.tree.map(f, [1], nnx.List([2]))`` a List is not a list. So a table that describes foreign dicts
-and lists notes what each of them holds, and whenever its stamp is asked whether it is valid, this is compared. States
-are large, and report their writes: each write looks among the levels that stamps know
+and lists notes what each of them holds, and whenever it is to be used again, this is compared. States are large, and
+report their writes: each write looks among the levels that stamps know
 (:class:`~nnxlib.core.stamps.States`).
 
 Other mutable pytrees, such as a dataclass that is not frozen, cannot be compared without flattening them; and those
@@ -121,14 +121,14 @@ class Foreign:
                 (stack if type(x) is dict else found).append(x)
         return found
 
-    def watch(self, stamp: Stamp) -> None:
-        """Let a change invalidate a stamp."""
-        if self.items or self.flattened:
-            stamp.add_check(self._is_unchanged)
+    def watch(self, stamp: Stamp) -> list[Foreign]:
+        """Let a write to a State invalidate a stamp; returns what has to be compared: this itself, if anything."""
         if self.levels:
             States.attach(stamp, self.levels)
+        return [self] if self.items or self.flattened else []
 
-    def _is_unchanged(self) -> bool:
+    def is_unchanged(self) -> bool:
+        """Whether all containers but States hold what they held."""
         for tree in self.flattened:
             if not tree.is_unchanged():
                 return False

@@ -18,7 +18,7 @@ import weakref
 from typing import Any
 
 from .cells import Cell
-from .editable import Editable, Guard
+from .editable import Compared, Guard
 from .foreign import Flattened
 from .layout import Layout
 from .objects import HasAttributes, attributes_of
@@ -35,13 +35,13 @@ class LiveTable:
     """The table of one live object, the *root*: its layout, and where its leaves are."""
 
     __slots__ = (
-        "array_rows", "arrays", "cells", "guard", "index", "layout", "mutable", "next_check", "objects", "serial",
+        "array_rows", "arrays", "cells", "compared", "guard", "index", "layout", "next_check", "objects", "serial",
         "sharing", "shortcuts", "snapshot", "stamp", "until_check", "variant", "variants",
     )  # fmt: skip
 
     layout: Layout
     stamp: Stamp  # invalid once an object that the table describes has changed its structure
-    mutable: list[Editable]  # the static values that can be changed in place
+    compared: list[Compared]  # the static values and pytrees that can be changed without telling the stamp
     guard: Stamp | Guard  # the stamp, or one that also looks at these
     objects: list[Any]  # by row; None in place of the root
     index: dict[int, int]  # id of an object -> its row
@@ -49,7 +49,7 @@ class LiveTable:
     # (row of a node, container, key, None) for each array in a field of the node; with a Flattened for a pytree there.
     arrays: list[tuple[int, Any, Any, Flattened | None]]
     array_rows: list[int]  # the row of the node that holds each array; a pytree may have several
-    snapshot: list[Any] | None  # the leaves, if `stamp` and `mutable` do not reveal every change: it is used only once
+    snapshot: list[Any] | None  # the leaves, if `stamp` and `compared` do not reveal every change: it is used only once
     next_check: int  # the number of the use at which the table is next compared with the object
     until_check: int  # how many uses are left up to that one
     serial: int  # unique, never reused
@@ -62,7 +62,7 @@ class LiveTable:
         self.layout, self.stamp, self.index, self.cells = layout, stamp, index, cells
         self.guard = stamp
         self.objects = [None, *objects[1:]]
-        self.mutable, self.arrays, self.array_rows, self.snapshot = [], [], [], None
+        self.compared, self.arrays, self.array_rows, self.snapshot = [], [], [], None
         self.next_check = self.until_check = 1 if at_top_level() or CHECK_ALWAYS else _USES_IN_A_TRACE
         self.serial, self.sharing, self.shortcuts = next(_serials), {}, {}
         self.variant, self.variants = None, []

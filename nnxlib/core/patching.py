@@ -39,7 +39,7 @@ Contents = dict[int, tuple[dict, tuple, list]]  # row of a node -> its marks, (i
 def patched(table: LiveTable, root: Any) -> bool:
     """Bring a table with an invalid stamp up to date; False if it has to be made anew."""
     with stamping:
-        if have_changed(table.mutable):
+        if have_changed(table.compared):
             return False
         return bool(table.stamp.valid) or _patch(table, root)  # if it is valid, another thread was first
 

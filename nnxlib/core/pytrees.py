@@ -30,7 +30,7 @@ import jax.tree_util as jtu
 from .closures import Watch, notice
 from .containers import Dict, List, holds_data
 from .data import explicit_mark, is_data, is_node
-from .editable import Editable, have_changed
+from .editable import Compared, Editable, have_changed
 from .foreign import Foreign
 from .graph import build
 from .identity import Identified
@@ -71,7 +71,7 @@ class PathKey(jtu.GetAttrKey):
         return hash(self.path)
 
 
-Mutable = Sequence[Editable]
+Mutable = Sequence[Compared]
 
 _NEVER_VALID = Stamp()
 _NEVER_VALID.valid = False
@@ -137,7 +137,7 @@ class KnownShape:
     def __init__(self, shape: NodeShape, stamp: Stamp, mutable: Mutable):
         self.shape = shape
         self.stamp, self.edition = stamp, stamp.edition  # of the table, or the walk, that showed the graph to be a tree
-        self.mutable = mutable  # the static values below that can be changed in place
+        self.mutable = mutable  # the static values, and pytrees of other libraries, below that can be changed in place
         self.valid = self.edition if not mutable else None  # equals ``stamp.valid`` if nothing else is to be compared
 
     def holds(self) -> bool:
@@ -238,10 +238,10 @@ def _known_if_unflattened(root: Any) -> KnownShape | None:
     if found is None:
         return None
     nodes, parents, shapes, mutable, held = found
-    objects = [x for x in held if isinstance(x, Identified)]
+    objects, foreign = [x for x in held if isinstance(x, Identified)], Foreign()
     others = [x for x in held if x is not None and not isinstance(x, (Identified, tuple))]
     if not jtu.all_leaves(others):
-        inner = _watch_foreign(others, stamp)
+        inner = _variables_in(others, foreign)
         if inner is None:
             return None
         objects += inner
@@ -252,24 +252,26 @@ def _known_if_unflattened(root: Any) -> KnownShape | None:
             mutable[parents[k]] = [*mutable[parents[k]], *mutable[k]]
         if have_changed(mutable[0]):
             return None
+    if pytrees := foreign.watch(stamp):
+        mutable = [[*own, *pytrees] for own in mutable]
     known = list(map(KnownShape, shapes, itertools.repeat(stamp), mutable))
     for node, shape in zip(nodes, known, strict=True):
         _set(node, "_nnx_tree", shape)
     return known[0]
 
 
-def _watch_foreign(trees: Iterable[Any], stamp: Stamp) -> list[Identified] | None:
-    """The Variables in pytrees of other libraries; None if one holds a node, or can change unseen by the stamp."""
-    foreign, found = Foreign(), list[Identified]()
+def _variables_in(trees: Iterable[Any], foreign: Foreign) -> list[Identified] | None:
+    """The Variables in pytrees of other libraries, whose containers are added to ``foreign``.
+
+    None if a pytree holds a node, or can change otherwise than by its containers.
+    """
+    found = list[Identified]()
     for tree in trees:
         leaves = jtu.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Identified))
         if not (len(leaves) == 1 and leaves[0] is tree) and not foreign.add(tree, leaves):
             return None
         found += [x for x in leaves if isinstance(x, Identified)]
-    if any(isinstance(x, Node) for x in found):
-        return None
-    foreign.watch(stamp)
-    return found
+    return None if any(isinstance(x, Node) for x in found) else found
 
 
 def _unflattened_below(
@@ -313,7 +315,7 @@ def _mutable_below(node: Any, row: NodeRow, below: Sequence[Mutable | None]) -> 
     """
     if not node._nnx_guarded or row.marks.mutable:
         return None
-    found: dict[int, Editable] = {}
+    found: dict[int, Compared] = {}
     fields = list(row.fields)
     for name, spec in fields:  # more are appended
         inner: Mutable | None = ()
@@ -324,10 +326,12 @@ def _mutable_below(node: Any, row: NodeRow, below: Sequence[Mutable | None]) -> 
         elif type(spec) is Tree:
             value = node._nnx_contents()[name]
             fields += [(name, child) for child in spec.children]
-            inner = () if Foreign().add(value, flatten_once(value)[1]) else None
+            foreign = Foreign()
+            is_known = foreign.add(value, flatten_once(value)[1])
+            inner = None if not is_known else (foreign,) if foreign.items else ()
         if inner is None:
             return None
-        found |= {id(x.value): x for x in inner}
+        found |= {id(getattr(x, "value", x)): x for x in inner}
     return tuple(found.values())
 
 

@@ -8,8 +8,8 @@ value of a Variable invalidates nothing: values are no part of a layout.
 Objects refer to stamps weakly, so stamps of dropped descriptions do not pile up. An object that changes loses its
 stamps, so each stamp is told of an object once.
 
-Not everything that is described reports its changes (foreign.py). A stamp may be given a check, which is then made
-whenever it is asked whether it is valid; and a State reports to the stamps that know it (:class:`States`).
+Not everything that is described reports its changes. What does not is compared each time (editable.py, foreign.py). A
+State, which is no object of the graph, reports to the stamps that know it (:class:`States`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from typing import Any
 class Stamp:
     """Whether the objects seen in one walk are unchanged since the walk began, and which have changed."""
 
-    __slots__ = ("__weakref__", "changed", "check", "edition", "levels", "valid")
+    __slots__ = ("__weakref__", "changed", "edition", "levels", "valid")
 
-    check: Callable[[], bool]  # whether what cannot report a change is unchanged; only of a _CheckingStamp
     levels: dict[int, dict]  # of the States that were seen, by id; only if there are some
 
     def __init__(self) -> None:
@@ -41,31 +40,6 @@ class Stamp:
     def __del__(self) -> None:
         """Become invalid, in case a finalizer resurrects the objects: their references to this are already cleared."""
         self.changed, self.valid = [gone], False
-
-    def add_check(self, check: Callable[[], bool]) -> None:
-        """From now on, be valid only while ``check()`` is true."""
-        self.check = check
-        object.__setattr__(self, "__class__", _CheckingStamp)
-
-
-class _CheckingStamp(Stamp):
-    """A stamp with a check. It has a class of its own, so that testing other stamps stays the reading of a slot."""
-
-    __slots__ = ()
-
-    @property
-    def valid(self) -> int:  # type: ignore[override]
-        if _is_valid(self) and not self.check():
-            self.changed.append(gone)
-            self.valid = False
-        return _is_valid(self)
-
-    @valid.setter
-    def valid(self, valid: int) -> None:
-        _set_valid(self, valid)
-
-
-_is_valid, _set_valid = Stamp.valid.__get__, Stamp.valid.__set__  # type: ignore[attr-defined]
 
 
 def gone() -> None:

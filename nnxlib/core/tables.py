@@ -112,11 +112,10 @@ def _make(root: Any) -> LiveTable:
         rows = walk.all_rows()
         layout = Layout(rows, spec)
         table = LiveTable(layout, stamp, walk.objects, walk.index, [walk.cells[i] for i in layout.variables])
-        if walk.mutable:
-            table.mutable = list(walk.mutable.values())
-            table.guard = Guard(stamp, table.mutable)
         _find_arrays(table, walk, rows, root)
-        walk.foreign.watch(stamp)
+        table.compared = [*walk.mutable.values(), *walk.foreign.watch(stamp)]
+        if table.compared:
+            table.guard = Guard(stamp, table.compared)
     table.snapshot = None if walk.reliable else walk.leaves()
     return _kept(table, root)
 

@@ -137,7 +137,7 @@ def test_an_edit_of_a_mutable_static_value_is_seen(value, edit):
     m.x = m.layers[0].x = value
     table = table_of(m)
     assert table_of(m) is table
-    assert len(table.mutable) == 1  # compared once, though two Modules refer to it
+    assert len(table.compared) == 1  # compared once, though two Modules refer to it
     edit(m.x)
     assert layout_of(m) is not table.layout
 
