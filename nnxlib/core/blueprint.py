@@ -92,19 +92,13 @@ class Blueprint:
             node._nnx_fill_new(node, dict(zip(names, map(value_at, places))))
         del objects[count:]
 
-    def as_built(self, objects: Sequence[Any]) -> set[int]:
-        """The rows of the objects that still hold what they were built with, apart from values of Variables.
+    def as_built(self, objects: Sequence[Any], rows: Iterable[int]) -> set[int]:
+        """Those of the rows whose objects still hold what they were built with, apart from values of Variables.
 
         Nodes that hold arrays, pytrees, or static values that can change in place are never among them.
         """
         value_at = [*objects, *self._after_objects].__getitem__
-        return {i for i, x in enumerate(objects) if self._is_as_built(i, x, value_at)}
-
-    def are_as_built(self, objects: Sequence[Any], rows: Iterable[int]) -> bool:
-        """Whether the objects of these rows are all among those of :meth:`as_built`; faster if these are few rows."""
-        count, after = len(objects), self._after_objects
-        value_at = lambda place: objects[place] if place < count else after[place - count]
-        return all(self._is_as_built(i, objects[i], value_at) for i in rows)
+        return {i for i in rows if self._is_as_built(i, objects[i], value_at)}
 
     def _is_as_built(self, i: int, x: Any, value_at: Callable[[int], Any]) -> bool:
         """Whether the object of a row is as it was built; ``value_at`` gives what is at a place in the pool."""

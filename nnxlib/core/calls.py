@@ -154,25 +154,17 @@ _CALLS = "_nnx_calls"  # the attribute of an error for a listener with the eager
 
 
 def _leave(error: Exception, name: str, args: tuple, kwargs: dict) -> None:
-    """Prepare an error that leaves an eager call for the user."""
-    _add_note_eagerly(error, name, args, kwargs)
-    hide_frames(error)
-
-
-def _add_note_eagerly(error: Exception, name: str, args: tuple, kwargs: dict) -> None:
     """Add a note to an error that leaves an eager call; frames and model are searched once for all levels."""
     module = _module_in(args)
-    if module is None:
-        return
     listener: Listener | None = vars(error).pop(_CALLS, None)
     if listener is None or listener.stack[-1][0] is not module or listener.stack[-1][1] != name:  # raised elsewhere
         listener = _from_frames()
-    if listener is None:
-        return
-    add_note(error, listener, args[1:], kwargs)
-    if len(listener.stack) > 1:
-        listener.stack.pop()
-        vars(error)[_CALLS] = listener
+    if module is not None and listener is not None:
+        add_note(error, listener, args[1:], kwargs)
+        if len(listener.stack) > 1:
+            listener.stack.pop()
+            vars(error)[_CALLS] = listener
+    hide_frames(error)
 
 
 _WRAPPER: Any = observed(lambda self: None, "").__code__  # type: ignore[attr-defined]

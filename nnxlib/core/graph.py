@@ -209,7 +209,7 @@ def diff(
     # The table as it is now. The walk knows the old objects, which so keep their numbers. An object that is as it was
     # built keeps its row without a visit, since visits take most of the time.
     walk = Walk(objects)
-    as_built = layout.blueprint.as_built(walk.objects)
+    as_built = layout.blueprint.as_built(walk.objects, range(len(layout.rows)))
     walk.take_rows(layout, as_built)
     for i, path in enumerate(layout.paths):
         if i not in as_built:

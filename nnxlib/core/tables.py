@@ -81,7 +81,7 @@ def _built(root: Any) -> PendingTable | None:
     pending = PendingTable(layout, [objects[i] for i in rows], Stamp())
     with stamping:
         _attach(pending)
-    return pending if whole.blueprint.are_as_built(objects, rows) else None
+    return pending if len(whole.blueprint.as_built(objects, rows)) == len(rows) else None
 
 
 def _attach(pending: PendingTable) -> None:

@@ -15,16 +15,16 @@ from typing import Any
 
 import jax.tree_util as jtu
 
-from ..core.annotations import parameters_of, signature_of
+from ..core.annotations import signature_of
 from ..core.data import is_data, is_data_part, is_node
-from ..core.errors import AliasingError, ArgumentError, PrefixError, describe, describe_nested
+from ..core.errors import AliasingError, ArgumentError, describe, describe_nested
 from ..core.missing import MISSING
 from ..core.objects import Node
 from ..core.registration import register_pytree
 from ..core.rows import LEAF, Tree, value_of
 from ..core.static import StaticArgument
 from ..core.traversals import path_key
-from .selection import Selection, as_static, numbers_of
+from .selection import Selection, as_static
 
 
 def name_of(f: Callable) -> str:
@@ -194,27 +194,16 @@ def static_arguments(call: Callable, argnums: int | Sequence[int], argnames: str
     One that is left out, since it has a default, is part of the program anyway.
 
     Raises:
-      ArgumentError: for what is not a number.
-      PrefixError: when called with fewer arguments, if the function does not have one of that number; for a name that
-        it does not have.
+      ArgumentError: for what is not a number, or not a name.
+      PrefixError: for a number or a name that the function does not have.
     """
-    static = numbers_of(argnums, "static_argnums")
-    named = Selection(call, 0, None, argnames, "static") if argnames else None
+    numbers, names = Selection(call, 0, argnums, None, "static"), Selection(call, 0, None, argnames, "static")
 
     @functools.wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = by_position(call, args, kwargs)
-        if any(not -len(args) <= n < len(args) and not 0 <= n < _positional(call) for n in static):
-            raise PrefixError(f"static_argnums={static} does not fit a call with {len(args)} positional arguments.")
-        chosen = {n if n >= 0 else n + len(args) for n in static}
-        if named:
-            chosen.update(named.among(len(args)))
-            kwargs = {k: as_static(x, k) if named.has(k) else x for k, x in kwargs.items()}
-        return call(*(StaticArgument(x, ("args", n)) if n in chosen else x for n, x in enumerate(args)), **kwargs)
+        chosen = {*numbers.among(len(args)), *names.among(len(args))}
+        kwargs = {k: as_static(x, k) if names.has(k) else x for k, x in kwargs.items()}
+        return call(*(as_static(x, n) if n in chosen else x for n, x in enumerate(args)), **kwargs)
 
-    return wrapped if static or named else call
-
-
-def _positional(f: Callable) -> int:
-    """How many parameters of a function can be given by position."""
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters_of(f))
+    return wrapped if numbers or names else call

@@ -54,7 +54,7 @@ def remat(
 
     Raises:
       ArgumentError: for a policy that is not a function, and static numbers that are not numbers.
-      PrefixError: for a ``prevent_cse`` that does not fit the arguments.
+      PrefixError: for a ``prevent_cse`` that does not fit the arguments, and static ones that ``f`` does not have.
     """
     check_policy(policy)
     check_labels(prevent_cse, "prevent_cse", lambda label: isinstance(label, bool), "it takes booleans")

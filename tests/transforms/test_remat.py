@@ -159,10 +159,8 @@ def test_a_static_argument_may_be_left_out():
 
 
 def test_a_static_argument_that_the_call_does_not_have_is_an_error():
-    with pytest.raises(
-        errors.PrefixError, match=r"static_argnums=\(5,\) does not fit a call with 2 positional arguments"
-    ):
-        nnx.remat(run, static_argnums=5)(Layer(), X)
+    with pytest.raises(errors.PrefixError, match="static_argnums has 5, but run takes 2 positional arguments"):
+        nnx.remat(run, static_argnums=5)
 
 
 def test_an_array_among_static_arguments_is_an_argument():
