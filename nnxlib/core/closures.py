@@ -29,9 +29,8 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from .annotations import NamedTuple
 from .finding import reachable
 from .tracing import TraceRef, abandon_trace, current_trace, ensure_stack, with_room
 

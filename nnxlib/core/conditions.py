@@ -25,9 +25,8 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, ValuesView
-from typing import Any
+from typing import Any, NamedTuple
 
-from .annotations import NamedTuple
 from .chains import MAPPINGS, MUTABLE_CONTAINERS, Chain, Step, are_simple, same_attributes
 from .compiled_conditions import compile_conditions
 from .fingerprints import TupleFingerprint, are_constants, fingerprint_of, is_constant_type, is_fixed

@@ -24,12 +24,11 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate, starmap
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.tree_util as jtu
 
-from ..core.annotations import NamedTuple
 from ..core.cells import Cell
 from ..core.closures import AbsentInput, call_lending
 from ..core.graph import Packed
