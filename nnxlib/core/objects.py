@@ -421,13 +421,7 @@ class HasAttributes(Node, HasDict):
         elif old is value or (isinstance(value, jax.Array) and isinstance(old, jax.Array)):
             _set(self, name, value)
         else:
-            self._nnx_changed()  # as `change`, which takes a tenth longer
-            try:
-                _set(self, name, value)
-                self._nnx_changed()
-            except BaseException:
-                self._nnx_changed()
-                raise
+            change(self, _set, self, name, value)
 
     def __delattr__(self, name: str) -> None:
         if self._nnx_trace is not current_trace():

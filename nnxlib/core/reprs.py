@@ -438,11 +438,7 @@ def _is_array(value: Any) -> bool:
 
 def _total(value: Any) -> Size:
     """The size of the arrays in a value; a Variable may hold any pytree."""
-    if isinstance(value, dict | list | tuple):
-        return functools.reduce(
-            Size.plus, map(_total, value.values() if isinstance(value, dict) else value), Size(0, 0)
-        )
-    return size_of(value)
+    return functools.reduce(Size.plus, map(size_of, tree_leaves(value)), Size(0, 0))
 
 
 def static_repr(value: Any) -> str:

@@ -46,9 +46,7 @@ def summed(pure: Callable, lanes: tuple, transform: Callable, run: Callable) -> 
         return [x for x, name in pairs if not name.startswith(OUTPUT)]
 
     def summing(*groups: Sequence[Any]) -> Any:
-        try:
-            _traced(transform(of_arguments, None), groups)
-        except ValueError:  # of another error, `run` tells
+        if _is_refused(transform(of_arguments, None), groups):  # if for another reason, `run` tells
             found = [x for x in _mapped_leaves(pure, lanes, transform, groups) if not x.startswith(OUTPUT)]
             if found:
                 raise PrefixError(listed(_MAPPED, found, _REDUCE)) from None
@@ -59,6 +57,15 @@ def summed(pure: Callable, lanes: tuple, transform: Callable, run: Callable) -> 
 
 def _traced(fun: Callable, groups: Sequence[Sequence[Any]]) -> Any:
     return jax.eval_shape(lambda: fun(*groups))  # what is passed whole may be anything, such as a function
+
+
+def _is_refused(fun: Callable, groups: Sequence[Sequence[Any]]) -> bool:
+    """Whether JAX raises a ValueError when it traces a function."""
+    try:
+        _traced(fun, groups)
+    except ValueError:
+        return True
+    return False
 
 
 def _without_axis(pure: Callable, lanes: tuple, transform: Callable, groups: Sequence[Sequence[Any]]) -> list[str]:
@@ -89,17 +96,9 @@ def _mapped_leaves(pure: Callable, lanes: tuple, transform: Callable, groups: Se
 
         return fun
 
-    try:
-        _traced(transform(only(None), 0), groups)
-    except ValueError:  # it fails for another reason; the error of JAX is shown
+    if _is_refused(transform(only(None), 0), groups):  # for another reason; the error of JAX is shown
         return []
-    found = []
-    for k, name in enumerate(list(names)):
-        try:
-            _traced(transform(only(k), None), groups)
-        except ValueError:
-            found.append(name)
-    return found
+    return [name for k, name in enumerate(list(names)) if _is_refused(transform(only(k), None), groups)]
 
 
 def refuse_explicit(crossing: Crossing, groups: Sequence[Sequence[Any]]) -> None:
