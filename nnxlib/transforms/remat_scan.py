@@ -23,10 +23,9 @@ from ..core.errors import ArgumentError
 from ..core.missing import MISSING
 from .axes import NO_AXIS_NAMES
 from .classes import lifts_classes
-from .data_transform import DataTransform
 from .leaf_checks import as_unroll
 from .remat import check_policy
-from .scan import Carry, looped
+from .scan import Carry, DataTransform, looped
 
 
 @lifts_classes()

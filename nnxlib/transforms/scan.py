@@ -9,6 +9,9 @@ Each leaf of the arguments has one of three labels:
   each iteration the same keys, and after the loop gives none of these again.
 
 One argument as a whole may be labelled ``Carry``; the ``Carry`` in ``out_axes`` is its place in the output.
+
+A hook, ``data_transform``, may give the body other values of the Variables that the loop hands to it, such as slices
+with a sharding; and nothing else: a Variable that the body leaves alone is not written because the hook has touched it.
 """
 
 from __future__ import annotations
@@ -23,27 +26,30 @@ import jax.tree_util as jtu
 from jax import export
 
 from ..core.calls import repeated
+from ..core.differences import leaf_differences, refuse
 from ..core.errors import BodyError, PlacementError, PrefixError, describe_nested, listed, place_of
-from ..core.graph import After, Packed
+from ..core.graph import After, Packed, variable_of
 from ..core.layout import Layout
 from ..core.missing import MISSING
 from ..core.packing import pack_live
 from ..core.recordings import give_on, recorded_anew, with_carrier
 from ..core.rows import ROOT, Tree, children
+from ..core.state import State, from_flat_state, to_flat_state
 from ..core.tracing import slice_type
-from ..core.variables import RngCount
+from ..core.variables import RngCount, Variable
 from . import body_checks
 from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks, stack_axes, strip_axes
 from .body import Body, own_states, trace_body
 from .callables import by_position, resolve
 from .classes import lifts_classes
-from .data_transform import DataTransform, transformed_data
 from .labels import Labels, label_arguments, labels_after, mapped_size
 from .leaf_checks import as_unroll
 from .lift import Arguments, Outcome, part_of
 from .naming import named
 from .prefixes import argument_entries, check_axes, labels_in, output_entries, prefix_key, same_entries
 from .program import Program, as_function, program_of, run_program, settings_of, weakly
+
+DataTransform = Callable[[Any, State], Any]
 
 
 class _NamedLabel(type):
@@ -420,3 +426,38 @@ def _length(packed: Packed, labels: Sequence[Any], length: int | None) -> int:
     if size is None:
         raise PrefixError("scan does not know how often to run: nothing has an axis. Pass length=...")
     return size
+
+
+# --- data_transform ---------------------------------------------------------------------------------------------------
+
+
+def transformed_data(
+    hook: DataTransform, layout: Layout, labels: Sequence[Any]
+) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A function that passes the values of Variables, among all leaves, through the hook, label by label.
+
+    Raises (when called):
+      PrefixError: if the hook loses or adds a path, or changes a shape or dtype.
+    """
+    groups: dict[Any, list[int]] = {}
+    for k in range(len(layout.variables)):
+        groups.setdefault(labels[k], []).append(k)
+    paths = [layout.paths[i][1:] for i in layout.variables]
+
+    def enter(leaves: Sequence[Any]) -> list[Any]:
+        found = list(leaves)
+        for label, positions in groups.items():
+            given = {paths[k]: leaves[k] for k in positions}
+            items = [(paths[k], variable_of(layout.variable_row(k), leaves[k])) for k in positions]
+            returned = dict(to_flat_state(hook(label, from_flat_state(items))))
+            values = {p: x.get_raw_value() if isinstance(x, Variable) else x for p, x in returned.items()}
+            refuse(leaf_differences(given, values), _OTHER_TYPES, _AS_TREE_MAP, PrefixError)
+            for k in positions:
+                found[k] = values[paths[k]]
+        return found
+
+    return enter
+
+
+_OTHER_TYPES = "What data_transform returns does not fit what it is given; nothing was changed."
+_AS_TREE_MAP = "Return a State with the same paths, shapes and dtypes, as jax.tree.map does."

@@ -253,7 +253,7 @@ def test_a_history_that_grows_calls_no_python_for_each_of_its_members(kind, loss
     ids=["constants", "with a function", "nested"],
 )
 def test_a_tuple_that_stays_is_compared_without_a_call_of_python(held):
-    """Also one whose members are no constants: by the code of :mod:`nnxlib.core.compiled_conditions` itself."""
+    """Also one whose members are no constants: by the code of :mod:`nnxlib.core.conditions` itself."""
     conditions = Conditions(search(lambda: held))
     assert conditions.find() == ()
     calls = []
