@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import operator
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -77,13 +76,8 @@ def without_escapes(after: After, layout: Layout, borrowed: Iterable[Any]) -> Af
     inside = {id(x) for x in after.walk.objects} - clean.keys()
     find = lambda value: _find(value, lambda x: in_current_trace(x) or id(x) in inside, clean)
     old = len(layout.rows)
-    if all(map(operator.is_, after.rows, layout.rows)):
-        statics = [*layout.statics, *statics_in(after.rows, old)]
-    else:
-        statics = statics_in(after.rows)
-
     ended: dict[int, dict[Any, Const]] = {}  # by row and name, what comes out in place of a function
-    for i, name, spec in statics:
+    for i, name, spec in statics_in(after.rows):
         if id(spec.value) in clean:  # such as an initializer or function that all layers have
             continue
         found = find(spec.value)

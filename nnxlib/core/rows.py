@@ -219,11 +219,11 @@ def only_arrays_change(old: Row, new: Row) -> bool:
     return all(spec is SAME or spec == before[name] for name, spec in new.fields)
 
 
-def statics_in(rows: Sequence[Row], start: int = 0) -> list[tuple[int, Any, Const]]:
-    """(row, field, value) of each static value that may refer to other objects, in the rows from ``start`` on."""
+def statics_in(rows: Sequence[Row]) -> list[tuple[int, Any, Const]]:
+    """(row, field, value) of each static value that may refer to other objects."""
     return [
         (i, name, spec)
-        for i, row in enumerate(rows[start:], start)
+        for i, row in enumerate(rows)
         for name, spec in (row.fields if type(row) is NodeRow else (("metadata", cast(VariableRow, row).metadata),))
         if type(spec) is Const and type(spec.value) not in ATOMS
     ]

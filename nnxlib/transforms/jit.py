@@ -41,12 +41,11 @@ from .checkify import note_nan_in_call
 from .classes import lifts_classes
 from .closure_inputs import EMPTY, NOTHING, Captured, Captures, Known
 from .dispatch import Dispatch, KnownCall, Miss
-from .jit_crossing import JitCrossing
 from .labels import label_arguments, lanes_of
 from .leaf_checks import check_traceable
 from .lift import Arguments, cross
 from .literals import LiteralToken, literals_of
-from .plan import Compiled, Plan, WithOutcome
+from .plan import Compiled, JitCrossing, Plan, WithOutcome
 from .prefixes import PrefixMapping, argument_entries, refuse_nodes, same_entries
 from .retraces import Traces
 from .selection import Selection, as_static, holders_in

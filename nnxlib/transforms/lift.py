@@ -20,7 +20,7 @@ Some transformations do not treat all leaves alike: ``vmap`` maps some of them a
 *lane* (labels.py), and the pure function takes and returns one list of leaves per lane.
 
 ``jit`` also finds out, while it traces, which leaves the function reads, and which objects it captures
-(jit_crossing.py).
+(plan.py).
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Crossing:
         outcome = Outcome(after.delta, lane_of, after.leaf_paths, self._read(after))
         return split_lanes(after.leaves, lane_of, len(self.lanes)), outcome
 
-    # Steps of `run`, of which `nnx.jit` (jit_crossing.py) and `nnx.vmap` override some.
+    # Steps of `run`, of which `nnx.jit` (plan.py) and `nnx.vmap` override some.
 
     def _cross(self, f: Callable, leaves: Sequence[Any], forced: Collection[int]) -> tuple[Any, After]:
         return cross(f, self.layout, leaves, forced)

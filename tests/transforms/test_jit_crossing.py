@@ -6,8 +6,8 @@ import pytest
 import nnxlib as nnx
 from nnxlib.core.closures import AbsentInput
 from nnxlib.core.graph import pack
-from nnxlib.transforms.jit_crossing import JitCrossing
 from nnxlib.transforms.lift import Arguments
+from nnxlib.transforms.plan import JitCrossing
 from nnxlib.transforms.retraces import Traces
 
 
