@@ -23,7 +23,6 @@ from .editable import have_changed
 from .layout import KEPT, Layout
 from .live_table import LiveTable, Variant, container_of
 from .making import NO_METADATA
-from .missing import MISSING
 from .objects import Node
 from .rows import NodeRow, Ref
 from .stamps import gone, stamping, with_stamp
@@ -78,12 +77,10 @@ def _variant_now(table: LiveTable, root: Any, changed: Sequence[Node]) -> tuple[
     if found := _after(before, contents):
         return found
     exchanged = _adopt_objects(table, changed)
-    objects = table.objects_with(root)
-    others = [x for x in changed if not _is_described(table, objects, x)]
-    rows = _rows_with_other_statics(table, root, others) if others else ()
+    rows = _rows_with_other_statics(table, root, [x for x in changed if id(x) in table.index])
     if rows is None:
         return None
-    layout = table.layout.with_rows(rows) if rows else table.layout
+    layout = table.layout.with_rows(rows)
     variant = _variant_of(table, layout, {})
     keeps_arrays = exchanged or any(type(spec) not in (Ref, Const) for _, row in rows for _, spec in row.fields)
     if not keeps_arrays and _are_same(contents, _contents(table, changed)):  # another thread may be changing a node
@@ -176,20 +173,6 @@ def _adopt(table: LiveTable, i: int, new: Any) -> bool:
             if j in places:
                 table.arrays[k] = j, container_of(objects[j], name), name, tree
     return True
-
-
-def _is_described(table: LiveTable, objects: Sequence[Any], x: Node) -> bool:
-    """Whether a node holds the very objects and static values that are in its row, or has no row any more.
-
-    If an object was exchanged, asking this first halves the time, since the node need not be described again.
-    """
-    i = table.index.get(id(x))
-    if i is None:
-        return True
-    row = cast(NodeRow, table.layout.rows[i])
-    specs = map(dict(row.fields).__getitem__, row.names)
-    values = [objects[s.index] if type(s) is Ref else s.value if type(s) is Const else MISSING for s in specs]
-    return _is_same(_contents(table, [x])[i], (row.marks.value, (row.type, *row.names), values))
 
 
 def _rows_with_other_statics(
