@@ -342,8 +342,7 @@ def _flatten(node: Any) -> tuple[Iterable[Any], NodeShape | Layout]:
     if known is None or known.stamp.valid != known.valid:
         known = _known_shape(node)
         if known is None:
-            keyed, shape = _flatten_shared(node)
-            return [child for _, child in keyed], shape
+            return _flatten_shared(node)
     shape = known.shape
     return shape.take(shape.open(node)), shape
 
@@ -355,17 +354,16 @@ def _flatten_with_keys(node: Any) -> tuple[Iterable[tuple[Any, Any]], NodeShape 
     if known is None or known.stamp.valid != known.valid:
         known = _known_shape(node)
         if known is None:
-            return _flatten_shared(node)
+            children, layout = _flatten_shared(node)
+            return zip(map(PathKey, layout.leaf_paths), children, strict=True), layout
     shape = known.shape
     return zip(shape.keys, shape.take(shape.open(node))), shape  # strict=True would take longer
 
 
-def _flatten_shared(node: Any) -> tuple[list[tuple[Any, Any]], Layout]:
+def _flatten_shared(node: Any) -> tuple[list[Any], Layout]:
     table = table_of(node)
-    layout = table.layout
     variables = [x for x in table.objects_with(node) if isinstance(x, Variable)]
-    leaves = [*variables, *table.leaves()[len(variables) :]]
-    return [(PathKey(p), x) for p, x in zip(layout.leaf_paths, leaves, strict=True)], layout
+    return [*variables, *table.leaves()[len(variables) :]], table.layout
 
 
 def _unflatten(shape: NodeShape | Layout, children: Iterable[Any]) -> Any:
