@@ -21,9 +21,10 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import look_ups
+from .annotations import NamedTuple
 from .fingerprints import are_constants
 from .look_ups import BY_NAME, BY_SYNTAX, OF_CLASS, LookUp, weak_key
 

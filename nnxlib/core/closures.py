@@ -29,8 +29,9 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+from .annotations import NamedTuple
 from .finding import reachable
 from .tracing import TraceRef, abandon_trace, current_trace, ensure_stack, with_room
 

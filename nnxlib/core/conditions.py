@@ -33,9 +33,10 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence, ValuesView
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import look_ups
+from .annotations import NamedTuple
 from .chains import MAPPINGS, MUTABLE_CONTAINERS, Chain, Reference, Step, are_simple, same_attributes
 from .fingerprints import TupleFingerprint, are_constants, fingerprint_of, is_constant_type, is_fixed
 from .graphdef import GraphDef

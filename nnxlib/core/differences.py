@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.tree_util import all_leaves, tree_flatten_with_path
 
+from .annotations import NamedTuple
 from .errors import Path, StateMismatchError, describe, did_you_mean, format_path, listed
 from .rows import same_treedef
 from .traversals import path_key, sorted_by_path, with_ints

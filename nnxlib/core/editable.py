@@ -15,11 +15,12 @@ import operator
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
+from .annotations import NamedTuple
 from .errors import StaticValueError
 from .identity import Identified
 from .stamps import Stamp

@@ -10,10 +10,12 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
+
+from .annotations import NamedTuple
 
 CONSTANTS = jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex, type(None)
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .annotations import NamedTuple
 from .closures import notice_all
 from .differences import ANY_VALUE, Aval, Difference, aval_of, leaf_differences, misfits, path_hint, refuse
 from .errors import Path

@@ -15,10 +15,11 @@ from __future__ import annotations
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.tree_util as jtu
 
+from .annotations import NamedTuple
 from .data import is_node
 from .rows import LEAF, Ref, Tree
 from .stamps import Stamp, States

@@ -40,9 +40,10 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from . import errors
+from .annotations import NamedTuple
 from .calls import note_paths
 from .cells import Cell, new_cell, write_cells
 from .closures import is_lent_elsewhere, notice_all, wait_for_loans

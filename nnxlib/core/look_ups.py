@@ -23,11 +23,12 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
+from .annotations import NamedTuple
 from .graphdef import GraphDef
 from .identity import Identified
 from .static import ATOMS, dict_of

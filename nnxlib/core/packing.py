@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import jax.tree_util as jtu
 
+from .annotations import NamedTuple
 from .calls import built_here, note_paths
 from .cells import Cell
 from .closures import notice_all

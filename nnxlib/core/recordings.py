@@ -20,8 +20,9 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
+from .annotations import NamedTuple
 from .call_paths import Listener
 from .calls import current_collector, current_listener, recorded_types, recorder_for
 from .errors import UsageError

@@ -22,9 +22,10 @@ import itertools
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import look_ups
+from .annotations import NamedTuple
 from .calls import is_observed, is_wrapper
 from .chains import OVER_ALL, Chain
 from .closures import RunningCode, is_lent_elsewhere

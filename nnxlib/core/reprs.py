@@ -17,13 +17,13 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.tree_util import all_leaves, tree_flatten_with_path, tree_leaves
 
-from .annotations import parameters_of
+from .annotations import NamedTuple, parameters_of
 from .data import is_node
 from .errors import describe, format_path
 from .missing import MISSING

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast, final
+from typing import Any, cast, final
 
+from .annotations import NamedTuple
 from .static import ATOMS, Const
 
 

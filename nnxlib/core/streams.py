@@ -14,11 +14,12 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 
+from .annotations import NamedTuple
 from .data import is_node
 from .errors import Path, UsageError, format_path
 from .filters import Everything, Filter, filters_to_predicates, to_predicate

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
+from ..core.annotations import NamedTuple
 from ..core.calls import recorded_types
 from ..core.graph import After, Delta, variable_of
 from ..core.layout import Layout

@@ -9,11 +9,12 @@ it runs again in each iteration, where it sees values, as a debugger wants it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.tree_util as jtu
 
+from ..core.annotations import NamedTuple
 from ..core.data import is_node
 from ..core.graph import After, Delta
 from ..core.layout import Layout

@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from ..core.annotations import NamedTuple
 from ..core.calls import recorded_types
 from ..core.errors import BodyError, format_path, listed
 from ..core.graphdef import describe_spec, differing_pytrees

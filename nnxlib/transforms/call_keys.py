@@ -15,12 +15,13 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
 
+from ..core.annotations import NamedTuple
 from ..core.data import is_node
 from ..core.live_table import LiveTable
 from ..core.making import VARIABLE_TYPES

@@ -19,8 +19,9 @@ import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
+from ..core.annotations import NamedTuple
 from ..core.chains import Chain
 from ..core.closures import CapturedObjects, Running, Watch, is_lent_elsewhere, note_running, running_in
 from ..core.conditions import Conditions

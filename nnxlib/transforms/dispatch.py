@@ -23,8 +23,9 @@ import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import starmap
-from typing import Any, NamedTuple
+from typing import Any
 
+from ..core.annotations import NamedTuple
 from ..core.cells import Cell, reader, write_cells, writer
 from ..core.closures import AbsentInput, CapturedObjects, Loans, is_lent_elsewhere, wait_for_loans
 from ..core.data import is_node

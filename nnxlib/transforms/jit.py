@@ -10,7 +10,6 @@ Both lead to the same plans, and so to the same compiled functions.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -480,12 +479,19 @@ Lower and compile it again."""
 HIDING.add(JitWrapped)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class _Label:  # no tuple, which JAX would flatten
+class _Label:  # no dataclass, whose making takes 1% of the time to import nnxlib; no tuple, which JAX would flatten
     """The label of a leaf: its sharding, and whether it is donated."""
 
-    sharding: Any = None
-    donated: bool = False
+    __slots__ = ("donated", "sharding")
+
+    def __init__(self, sharding: Any = None, donated: bool = False):
+        self.sharding, self.donated = sharding, donated
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Label) and (self.sharding, self.donated) == (other.sharding, other.donated)
+
+    def __hash__(self) -> int:
+        return hash((self.sharding, self.donated))
 
     def __repr__(self) -> str:  # in a prefix: what the user gave
         return repr(self.sharding)

@@ -13,11 +13,12 @@ for the labels of the arguments (:func:`label_arguments`), and one after it, for
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.tree_util as jtu
 import numpy as np
 
+from ..core.annotations import NamedTuple
 from ..core.errors import OUTPUT, AliasingError, ArgumentError, PrefixError, format_path
 from ..core.graph import After, Packed
 from ..core.layout import Layout

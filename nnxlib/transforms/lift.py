@@ -29,11 +29,12 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.tree_util import all_leaves, register_static, tree_structure
 
+from ..core.annotations import NamedTuple
 from ..core.calls import call_listening, listener_for
 from ..core.cells import Cell, new_cell
 from ..core.closures import all_borrowed, call_borrowing

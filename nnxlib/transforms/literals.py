@@ -14,8 +14,9 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from ..core.annotations import NamedTuple
 from ..core.layout import Layout
 from .leaf_checks import is_integer, is_literal
 

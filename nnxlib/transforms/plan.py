@@ -27,12 +27,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, starmap
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from ..core.annotations import NamedTuple
 from ..core.cells import Cell
 from ..core.closures import AbsentInput, borrowable, call_lending, call_watched
 from ..core.errors import PlacementError, describe, listed

@@ -14,10 +14,11 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
+from ..core.annotations import NamedTuple
 from ..core.differences import Difference, as_change
 from ..core.errors import RetraceWarning, format_path, listed
 from ..core.graphdef import ANOTHER, structural_differences

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import export
 
+from ..core.annotations import NamedTuple
 from ..core.calls import repeated
 from ..core.differences import leaf_differences, refuse
 from ..core.errors import BodyError, PlacementError, PrefixError, describe_nested, listed, place_of

@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from ..core.annotations import NamedTuple
 from ..core.data import is_node
 from ..core.errors import ArgumentError, PrefixError, counted, describe, format_path, place_of
 from ..core.filters import Filter, shown
