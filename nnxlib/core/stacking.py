@@ -26,6 +26,7 @@ def avals_once_mapped(kinds: Sequence[Any], before: Sequence[Aval], values: Sequ
     after = avals_of(values)
     if all(new is None and x is not None for x, old, new in zip(values, before, after, strict=True) if old is not None):
         return [None] * len(before)
+    before = _some_stacked(before, after)  # first, since it counts leaves: those of a whole kind are among the several
     return _some_stacked(_stacked(kinds, before, after), after)
 
 

@@ -1537,6 +1537,20 @@ def test_merge_takes_stacks_of_samples():
     assert nnx.merge(graphdef, samples, rest).scale.shape == (4, 1)
 
 
+def test_merge_takes_stacks_of_one_parameter_of_a_type_and_all_of_another():
+    """Samples of the free parameters, of which one type has many and the other has one."""
+
+    class Constrained(nnx.Param):
+        pass
+
+    fixed, free = (nnx.Param(jnp.array(x)) for x in (1.0, 2.0))
+    parameters = {"fixed": fixed, "free": free, "a": Constrained(jnp.array(3.0)), "b": Constrained(jnp.array(4.0))}
+    graphdef, rest, state = nnx.split(parameters, lambda path, x: path[0] == "fixed", ...)
+    samples = jax.tree.map(lambda x: jnp.stack([jnp.atleast_1d(x)] * 4), state)
+    merged = nnx.merge(graphdef, samples, rest)
+    assert {name: x.shape for name, x in merged.items()} == {"fixed": (), "free": (4, 1), "a": (4, 1), "b": (4, 1)}
+
+
 @pytest.mark.parametrize(
     "shapes", [{"bias": (4, 2)}, {"bias": (1, 2), "kernel": (1, 3, 2)}, {"bias": (4, 2), "kernel": (4, 2, 3)}]
 )
