@@ -322,7 +322,9 @@ def methods_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
         if named and _is_written_by_user(cls):
             for name in sorted(named):  # the same order in all processes
                 held = vars(cls)[name]
-                if name != "__dict__" and (type(held) in _METHODS or not _is_read_from(x, name, held)):
+                makes_classes = name == "__new__" and issubclass(cls, type)
+                is_method = type(held) in _METHODS or not _is_read_from(x, name, held)
+                if name != "__dict__" and is_method and not makes_classes:
                     yield LookUp(in_class, cls, name)
 
 

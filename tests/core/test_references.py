@@ -359,6 +359,18 @@ def test_a_mesh_is_not_looked_into():
     assert count_calls(lambda: search(function)) < 2_500  # 8,500 with their attributes
 
 
+def test_what_the_class_of_a_module_has_from_a_library_is_not_looked_into():
+    """Nor what its metaclass does to make classes."""
+
+    class Model(nnx.Module):
+        pass
+
+    function = lambda: Model()
+    assert (
+        count_calls(lambda: search(function)) < 1_200
+    )  # 3,700 with the attributes of nnx.Module, 4,800 with `__new__` of ABCMeta
+
+
 def test_what_a_user_gives_to_a_library_is_looked_into():
     model = nnx.Dict(w=nnx.Param(jnp.ones(2)))
 
