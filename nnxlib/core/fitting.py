@@ -21,7 +21,7 @@ import numpy as np
 from .annotations import NamedTuple
 from .closures import notice_all
 from .differences import ANY_VALUE, Aval, Difference, aval_of, leaf_differences, misfits, path_hint, refuse
-from .errors import Path
+from .errors import Path, format_path
 from .graph import Packed, by_path
 from .graphdef import Avals, GraphDef, avals_of, graphdef_of
 from .layout import Layout
@@ -94,7 +94,7 @@ def values_to_write(packed: Packed, states: tuple[Any, ...], strict: bool, attac
     found = _misfitting(layout, stacked, new, unexpected)
     if strict and found:
         head = "The State does not fit the object; nothing was written."
-        hint = path_hint([x.path for x in found if x.kind == "added" and x.path], layout.leaf_paths)
+        hint = _hint_of_paths(layout, found)
         refuse(found, head, f"Pass strict=False to skip these.{hint}{_boxes_hint(new)}")
     for x in found:
         new.pop(layout.positions.get(x.path), None)
@@ -173,7 +173,7 @@ def _values_compared(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[P
     found = _misfitting(layout, dict(enumerate(avals)), new, unexpected, types)
     by_path = [x for x in found if x.kind in ("removed", "added")]
     remedy = _ALL_OF_THEM if by_path else "Pass strict=False to take these as they are."
-    hint = _boxes_hint(new) if found else ""
+    hint = _hint_of_shared(layout, found) + _boxes_hint(new) if found else ""
     refuse(found if strict else by_path, "The State does not fit the GraphDef; nothing was made.", remedy + hint)
     changed = {*_other_metadata(layout, [(k, x) for k, x in enumerate(leaves[:n]) if isinstance(x, Variable)])}
     changed |= {k for k, was in enumerate(layout.blueprint.variable_types) if types[k] is not was}
@@ -281,6 +281,21 @@ def _is_of_users_pytree(x: Any) -> bool:
 def _is_box_of_linen(x: Any) -> bool:
     """Whether this is a ``Partitioned``, or another box in which Linen keeps a value with its metadata."""
     return callable(getattr(type(x), "replace_boxed", None))
+
+
+def _hint_of_paths(layout: Layout, found: list[Difference]) -> str:
+    """What may have been meant by the paths that a layout does not have."""
+    unknown = [x.path for x in found if x.kind == "added" and x.path]
+    return _hint_of_shared(layout, found) or path_hint(unknown, layout.leaf_paths)
+
+
+def _hint_of_shared(layout: Layout, found: list[Difference]) -> str:
+    """That a leaf is given twice, with two values, by two paths to the same object."""
+    for path in [x.path for x in found if x.kind == "added"]:
+        if (k := layout.position_at(path)) is not None:
+            first = format_path(layout.leaf_paths[k])
+            return f" {format_path(path)} is shared: it is {first}, for which there is another value; give one of them."
+    return ""
 
 
 def _boxes_hint(new: Mapping[int, Any]) -> str:

@@ -33,6 +33,7 @@ from .rows import (
     Tree,
     VariableRow,
     count_leaves,
+    parts,
     renumbered,
     statics_in,
 )
@@ -154,6 +155,26 @@ class Layout:
     def positions(self) -> dict[tuple, int]:
         """The position of each leaf, by its path."""
         return {path: k for k, path in enumerate(self.leaf_paths)}
+
+    def position_at(self, path: tuple) -> int | None:
+        """The position of the leaf at any path, also one that goes through a shared object by another path than the
+        first; None if there is no leaf.
+        """
+        if not self.shared:
+            return self.positions.get(path)
+        item, first, rest = self.root, (), tuple(map(str, path))
+
+        def leads_on(part: tuple[tuple, Spec]) -> bool:
+            return type(part[1]) is not Const and rest[: len(part[0])] == tuple(map(str, part[0]))
+
+        while found := next(filter(leads_on, parts(item)), None):
+            below, spec = found
+            first, rest = (*first, *below), rest[len(below) :]
+            if type(spec) is Ref:
+                first, item = self.paths[spec.index], self.rows[spec.index]
+            if spec is LEAF or type(item) is VariableRow:
+                return self.positions[first] if rest in ((), ("value",)) else None
+        return None
 
     @functools.cached_property
     def owners(self) -> tuple[Owner, ...]:

@@ -11,12 +11,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from .differences import Aval
 from .errors import Path, StateMismatchError, describe
 from .layout import Layout
 from .state import FlatState, State, is_boxed
+from .tracing import Tracer
 from .traversals import sorted_by_path
-from .variables import Variable
+from .variables import Variable, stored_value
 
 
 def flat_state_of(layout: Layout, leaves: list[Any]) -> FlatState[Any]:
@@ -75,10 +80,25 @@ def leaves_by_position(layout: Layout, states: tuple[Any, ...]) -> dict[int, Any
 
 
 def matched(layout: Layout, states: tuple[Any, ...], avals: Sequence[Aval]) -> tuple[dict[int, Any], dict[Path, Any]]:
-    """The leaves of States by position; and the unexpected ones by path."""
+    """The leaves of States by position; and the unexpected ones by path.
+
+    A leaf that has several paths in the layout may come by any of them, and by several if its value is the same.
+    """
     flat, position = _flat_leaves(states, dict(zip(layout.leaf_paths, avals, strict=True))), layout.positions
+    found = {position[path]: leaf for path, leaf in flat.items() if path in position}
     unexpected = {path: leaf for path, leaf in flat.items() if path not in position}
-    return {position[path]: leaf for path, leaf in flat.items() if path in position}, unexpected
+    for path, leaf in list(unexpected.items()):
+        k = layout.position_at(path)
+        if k is not None and _agree(found.setdefault(k, leaf), leaf):
+            del unexpected[path]
+    return found, unexpected
+
+
+def _agree(*leaves: Any) -> bool:
+    """Whether two leaves are known to have the same value."""
+    a, b = map(stored_value, leaves)
+    arrays = all(isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer) for x in (a, b))
+    return a is b or (arrays and bool(jnp.array_equal(a, b)))
 
 
 def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Path, Any]:

@@ -16,6 +16,7 @@ import nnxlib as nnx
 from benchmarks.timing import count_calls
 from nnxlib.core.errors import NonExhaustiveFiltersError, StateMismatchError
 
+from . import tied
 from .models import Layer, Net, paths, same, snapshot
 
 PATHS = [
@@ -366,6 +367,52 @@ def test_merge_with_a_wrong_state(case):
     with pytest.raises(StateMismatchError, match=message):
         nnx.merge(graphdef, wrong)
     assert issubclass(StateMismatchError, ValueError)
+
+
+BY_ANOTHER_PATH = {  # of the kernel that `tied.Net` has at `embed` and `tied`, and 1.0 as its value
+    "a State": lambda x: nnx.State({"tied": {"kernel": nnx.Param(x)}}),
+    "a FlatState": lambda x: nnx.from_flat_state([(("tied", "kernel"), x)]).flat_state(),
+    "a dict": lambda x: {"tied": {"kernel": x}},
+    "as stored in a checkpoint": lambda x: {"tied": {"kernel": {"value": x}}},
+    "by both paths": lambda x: {"embed": {"kernel": x}, "tied": {"kernel": jnp.array(x)}},
+    "by both paths, in two States": lambda x: [{"tied": {"kernel": x}}, {"embed": {"kernel": x}}],
+    "by both paths, traced": None,
+}
+
+
+@pytest.mark.parametrize("given", BY_ANOTHER_PATH.values(), ids=BY_ANOTHER_PATH.keys())
+def test_a_shared_variable_may_come_by_any_of_its_paths(given):
+    """As in a checkpoint that names tied weights twice, or only as the other layer has them."""
+    model, new = tied.Net(), jnp.full(2, 7.0)
+    graphdef, state = nnx.split(model)
+    if given is None:
+        nnx.jit(lambda m, x: nnx.update(m, {"embed": {"kernel": x}, "tied": {"kernel": x}}))(model, new)
+    else:
+        nnx.update(model, given(new))
+        merged = nnx.merge(graphdef, nnx.state(model), given(new))
+        assert merged.embed is merged.tied
+        assert (merged.embed.kernel == new).all()
+    assert (model.embed.kernel == new).all()
+    assert model.tied is model.embed
+    assert (state.embed.kernel == 1).all()
+
+
+def test_two_values_for_one_shared_variable_are_refused():
+    """The message names both paths, and nothing is written; if that is not strict, the first path counts."""
+    model, two = tied.Net(), {"embed": {"kernel": jnp.zeros(2)}, "tied": {"kernel": jnp.full(2, 3.0)}}
+    message = r"tied\.kernel: unexpected float32\[2\](.|\n)*tied\.kernel is shared: it is embed\.kernel, for which"
+    graphdef, state = nnx.split(model)
+    with pytest.raises(StateMismatchError, match=message):
+        nnx.update(model, two)
+    with pytest.raises(StateMismatchError, match=message):
+        nnx.merge(graphdef, state, two)
+    with pytest.raises(StateMismatchError, match=message):
+        jax.jit(lambda x, y: nnx.merge(graphdef, state, {"tied": {"kernel": y}, "embed": {"kernel": x}}))(
+            *[jnp.ones(2)] * 2
+        )
+    assert (model.embed.kernel == 1).all()
+    nnx.update(model, two, strict=False)
+    assert (model.embed.kernel == 0).all()
 
 
 class Frozen(nnx.Variable):

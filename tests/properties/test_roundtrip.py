@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
+from collections.abc import Iterator
 
 import cloudpickle
 import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 
@@ -103,6 +106,36 @@ def test_iter_graph_finds_each_object_once_at_its_first_path(graph: Graph) -> No
     found = [(id(x), path) for path, x in nnx.iter_graph(model) if is_object(x)]
     packed = pack(model)
     assert sorted(found) == sorted((id(x), path) for x, path in zip(packed.objects, packed.layout.paths, strict=True))
+
+
+def ways(x: object, path: tuple = (), depth: int = 5) -> Iterator[tuple[tuple, nnx.Variable]]:
+    """(path, Variable) by all ways of some length: shared objects are entered from each place that holds them."""
+    if isinstance(x, nnx.Variable):
+        yield path, x
+    elif depth:
+        for key, child in nnx.iter_children(x):
+            yield from ways(child, (*path, *(key if isinstance(key, tuple) else (key,))), depth - 1)
+
+
+@examples(60)
+@given(graphs(largest=6))
+def test_update_and_merge_find_a_variable_by_any_path(graph: Graph) -> None:
+    """Also by several paths at once, if the value is the same; the other leaves stay."""
+    (model,) = make(graph)
+    model = nnx.Dict(m=model)
+    graphdef, state = nnx.split(model)
+    for path, variable in itertools.islice(ways(model), 30):
+        value = variable.get_raw_value()
+        if not is_array(value) or not jnp.issubdtype(value.dtype, jnp.floating):
+            continue
+        new = nnx.from_flat_state([(path, jnp.asarray(value) + 1)])
+        (expected,) = make(graph)
+        nnx.update(model, new)
+        assert (variable.get_raw_value() == value + 1).all()
+        variable.set_raw_value(value)
+        assert_same(nnx.Dict(m=expected), model)
+        again = nnx.from_flat_state([(path, jnp.array(value))])
+        assert_same(model, nnx.merge(graphdef, state, again))
 
 
 @examples(60)
