@@ -196,8 +196,8 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     Args:
       graphdef: the structure; or a :class:`GraphState`, which needs no states.
       *states: States, FlatStates or nested dicts, which together have a leaf for each path. Int keys may be strings. A
-        leaf is a Variable, its bare value, or ``{'value': array}``, as in checkpoints. Its path may be any that leads to
-        it. In place of all States, a single list of leaves in the order of a State, such as ``jax.tree.leaves(state)``.
+        leaf is a Variable, its bare value, or ``{'value': array}``, as in checkpoints. Its path may be any that leads
+        to it. In place of all States, a single list of leaves in the order of a State, as ``jax.tree.leaves(state)``.
       copy: accepted for compatibility: the object always has its own Variables.
       strict: with False, values of another shape or kind of dtype are accepted instead of refused.
 
