@@ -38,6 +38,7 @@ from .traversals import (
     flattened,
     insert,
     nested,
+    sortable,
     sorted_by_path,
     sorted_keys,
     with_ints,
@@ -227,10 +228,22 @@ class State(MutableMapping[K, V]):
         """Same paths, same types and metadata of Variables, same values; ``other`` may be any nested mapping."""
         if not isinstance(other, Mapping):
             return NotImplemented
-        mine, others = flatten_mapping(self, keep_empty_nodes=True), flatten_mapping(other, keep_empty_nodes=True)
-        return mine.keys() == others.keys() and all(_same(leaf, others[path]) for path, leaf in mine.items())
+        levels = [(_as_level(self), _as_level(other))]
+        for mine, others in levels:  # more are appended
+            if mine.keys() != others.keys():
+                return False
+            for key, a in mine.items():
+                b = others[key]
+                if _is_level(a) and _is_level(b):
+                    levels.append((_as_level(a), _as_level(b)))
+                elif not _same(a, b):
+                    return False
+        return True
 
     __hash__ = None  # type: ignore[assignment]
+
+    def __copy__(self: S) -> S:
+        return self._view(_copy_levels(self))
 
     def __reduce__(self) -> tuple:
         return type(self).from_flat_path, (flatten_mapping(self._mapping, keep_empty_nodes=True),)
@@ -591,16 +604,23 @@ def create_path_filters(state: Mapping[Any, Any]) -> dict[PathIn, Any]:
 # --- helpers --------------------------------------------------------------------------------------------------------
 
 
+def _is_level(node: Any) -> bool:
+    # Nearly all are dicts or Variables; to ask whether something is a Mapping takes as long as all the rest.
+    return type(node) is dict or (not isinstance(node, Variable) and isinstance(node, Mapping))
+
+
+def _as_level(mapping: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """A mapping itself; of a State its levels, whose items are not views."""
+    return mapping._mapping if isinstance(mapping, State) else mapping
+
+
 def _copy_levels(mapping: Mapping[Any, Any]) -> dict:
-    root: dict = {}
-    stack = [(root, mapping)]
-    while stack:
-        level, source = stack.pop()
-        for key, value in source.items():
-            if isinstance(value, Mapping):
-                stack.append(({}, value))
-                value = stack[-1][0]
-            insert(level, key, value)
+    levels = [root := sortable(_as_level(mapping))]
+    for level in levels:  # more are appended
+        for key, node in level.items():
+            if _is_level(node):
+                level[key] = below = sortable(_as_level(node))
+                levels.append(below)
     return root
 
 
@@ -608,15 +628,14 @@ def _pairs(state: Mapping[Any, Any]) -> list[tuple[Path, Any]]:
     """List the leaves with their paths, sorted by path."""
     if not isinstance(state, Mapping):
         raise errors.NotAStateError(_NOT_A_STATE.format(type=type(state).__name__))
-    top = state._mapping if isinstance(state, State) else state
+    top = _as_level(state)
     pairs: list[tuple[Path, Any]] = []
     stack: list[tuple[Path, Mapping[Any, Any], Iterator[Any]]] = [((), top, iter(sorted_keys(top)))]
     while stack:
         path, level, keys = stack[-1]
         for key in keys:
             node = level[key]
-            # Nearly all are dicts or Variables; to ask whether something is a Mapping takes as long as all the rest.
-            if type(node) is dict or (not isinstance(node, Variable) and isinstance(node, Mapping)):
+            if type(node) is dict or (not isinstance(node, Variable) and isinstance(node, Mapping)):  # _is_level(node)
                 stack.append(((*path, key), node, iter(sorted_keys(node))))
                 break
             pairs.append(((*path, key), node))

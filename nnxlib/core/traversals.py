@@ -131,6 +131,16 @@ def insert(level: dict, key: Any, value: Any) -> None:
     level[key] = value
 
 
+def sortable(level: Mapping[Any, Any]) -> dict:
+    """A copy of a level whose keys can be sorted by ``<``."""
+    if len(set(map(type, level))) <= 1:
+        return dict(level)
+    copy: dict = {}
+    for key, value in level.items():
+        insert(copy, key, value)
+    return copy
+
+
 def flattened(
     root: Any, children: Callable[[Path, Any], Collection[tuple[Any, Any]] | None]
 ) -> Iterator[tuple[Path, Any]]:
@@ -164,19 +174,24 @@ def nested(items: Iterable[tuple[Path, Any]]) -> dict:
             raise PathError("The path () is empty: a leaf needs a key, such as ('kernel',).")
         above = path if leaf is empty_node else path[:-1]
         if above != parent:  # sorted paths seldom change their level
-            if isinstance(path, str) and len(path) > 1:  # it would be taken for a path of its letters
-                keys = tuple(re.split("[./]", path))
-                raise PathError(f"A path is a tuple of keys, not text: write {(path,)} or {keys}.")
-            parent, level = tuple(above), root  # text never equals it
+            if type(above) is not tuple:
+                if isinstance(path, str) and len(path) > 1:  # it would be taken for a path of its letters
+                    keys = tuple(re.split("[./]", path))
+                    raise PathError(f"A path is a tuple of keys, not text: write {(path,)} or {keys}.")
+                above = tuple(above)
+            parent, level = above, root  # text never equals it
             for key in above:
                 below = level.get(key)
                 if type(below) is not dict or (held and id(below) in held):
                     if key in level:
                         raise _clash(next(path[: n + 1] for n in range(len(path)) if _at(root, path[:n]) is level))
                     below = {}
-                    insert(level, key, below)
+                    if type(next(iter(level), key)) is type(key):
+                        level[key] = below
+                    else:
+                        insert(level, key, below)
                 level = below
-            kind = type(next(iter(level))) if level else type(path[-1])
+            kind = type(next(iter(level), path[-1]))
         if leaf is empty_node:
             continue
         key = path[-1]
