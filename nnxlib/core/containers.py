@@ -135,11 +135,6 @@ class _Container:
     def __hash__(self) -> int:  # a node is hashed by identity
         return id(self) >> 4
 
-    def __copy__(self: Any) -> Any:  # copy.copy would put the items in one by one, and lose their declarations
-        copied = new_node(type(self), self._nnx_marks)
-        copied._nnx_fill(self._nnx_contents())
-        return copied
-
 
 def _fill(container: Any, items: dict[Any, Any]) -> None:
     """Fill a container, which is new, unless its ``__init__`` is called again."""

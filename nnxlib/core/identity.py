@@ -44,9 +44,9 @@ class Identified:
 
     def _nnx_changed(self) -> None:
         """Invalidate its stamps, since its structure has changed, and (usually) remove them."""
-        stamps = self._nnx_stamps
-        invalidate(stamps, self)
-        _lose(self, stamps)
+        if stamps := self._nnx_stamps:
+            invalidate(stamps, self)
+            _lose(self, stamps)
 
     def _nnx_save(self) -> tuple:
         return type(self), self._nnx_contents(), {name: getattr(self, name) for name in self._nnx_saved}

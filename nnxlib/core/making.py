@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from .cells import Cell, TracedCell, new_cell
+from .cells import Cell, TracedCell, cell_of, new_cell
 from .closures import Watch, notice
 from .identity import Identified, with_slots_of
 from .registration import register_pytree
@@ -69,7 +69,7 @@ class VariableSlots(Identified):
 def make_variable(kind: type[V], value: Any, metadata: Metadata = NO_METADATA) -> V:
     """Make a Variable of the running trace, without hooks; ``metadata`` is shared, not copied."""
     self: Any = VariableSlots()
-    self._cell, self._nnx_stamps, self._metadata = new_cell(value), (), metadata
+    self._cell, self._nnx_stamps, self._metadata = cell_of(value, current_trace()), (), metadata
     try:
         self.__class__ = kind
         return self

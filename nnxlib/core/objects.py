@@ -60,6 +60,8 @@ PYTREE_REGISTRARS: list[Callable[[type], None]] = []  # called with each new cla
 
 Class = TypeVar("Class", bound=type)
 
+_REDUCING = "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__"  # by which a class may say how it is copied
+
 _set = object.__setattr__
 
 
@@ -138,6 +140,13 @@ class Node(Identified):
         from .treescope_repr import render_node  # only when first displayed: importing Treescope takes long
 
         return render_node(self, path, subtree_renderer)
+
+    def __copy__(self) -> Any:
+        notice(self)
+        held, marks = contents_and_marks(self)
+        made = new_node(type(self), marks)
+        made._nnx_fill_new(made, held)
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Any:
         memo = {} if memo is None else memo
@@ -549,6 +558,8 @@ class Pytree(HasAttributes, PytreeSlots):
         cls._nnx_slot_names = _slot_names(cls)
         if cls._nnx_slot_names:
             cls._nnx_fill_new = staticmethod(Node._nnx_fill_new)
+        if cls.__copy__ is Node.__copy__ and any(getattr(cls, name) is not getattr(Pytree, name) for name in _REDUCING):
+            cls.__copy__ = None  # type: ignore[assignment]  # copy.copy then does what these methods say
         if "__init__" in vars(cls) and is_own(cls.__module__):
             cls.__init__ = boundary(cls.__init__)  # type: ignore[method-assign]
 

@@ -267,7 +267,8 @@ class Variable(ArrayOperators[A], VariableSlots):
         Raises:
           KeyError: if there is no entry ``name``, and no default.
         """
-        notice(self)
+        if Watch.all:
+            notice(self)
         if name is None:
             found = dict(self._metadata)
             for key in ("ref", "hijax", "eager_sharding") if exclude_required else ():
@@ -299,7 +300,7 @@ class Variable(ArrayOperators[A], VariableSlots):
             given = ", ".join(f"{x!r:.80}" for x in args)
             raise errors.ArgumentError(f"set_metadata takes set_metadata(name=value) or a dict, not {given}.")
         new = canonical({**(args[0] if replace else self._metadata), **metadata})
-        if bool(new.get("ref", self.ref)) != self.ref:
+        if "ref" in new and bool(new["ref"]) != self.ref:
             raise errors.UsageError(_PLACE_IS_FIXED.format(kind=type(self).__name__, ref=bool(new["ref"])))
         self.check_writable()
         self._replace_metadata(new)
@@ -507,7 +508,8 @@ def plain_value(x: Any) -> Any:
     """The value of a Variable without hooks, read from its jax.Ref if it has one; anything else as it is."""
     if not isinstance(x, Variable):
         return x
-    return as_stored(x.get_raw_value(), NO_METADATA) if x.ref else x.get_raw_value()
+    value = x.get_raw_value()
+    return as_stored(value, NO_METADATA) if "ref" in x._metadata else value
 
 
 _PLACE_IS_FIXED = """\

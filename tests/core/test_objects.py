@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import pytest
 
 import nnxlib as nnx
+from benchmarks.timing import count_calls
 from nnxlib.core.tables import table_of
 
 
@@ -1209,6 +1210,38 @@ def test_shallow_copy():
     assert (type(c), c.first is m.first, c.layers is m.layers) == (Net, True, True)
     c.extra = 1
     assert not hasattr(m, "extra")
+
+
+def test_a_class_that_says_how_it_is_pickled_is_copied_so():
+    """As by copy.copy of any object; a `__copy__` of its own comes first."""
+
+    class Saved:
+        def __getstate__(self):
+            return {"w": "saved"}
+
+    class Mixed(Saved, nnx.Module):
+        def __init__(self):
+            self.w = jnp.ones(2)
+
+    class Own(nnx.Module):
+        __getstate__ = Saved.__getstate__
+        __init__ = Mixed.__init__
+
+    class Sub(Own):
+        pass
+
+    class Copied(Own):
+        def __copy__(self):
+            return "copied"
+
+    for kind in (Mixed, Own, Sub):
+        assert copy.copy(kind()).w == copy.deepcopy(kind()).w == "saved"
+    assert copy.copy(Copied()) == "copied"
+
+
+def test_a_copy_takes_few_calls():
+    net = Net()
+    assert count_calls(lambda: copy.copy(net)) < 16  # 29 by way of what is pickled
 
 
 def test_cloudpickle_of_a_local_class():
