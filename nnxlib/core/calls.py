@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -135,7 +134,11 @@ _NOTHING = nullcontext()
 
 def _from_frames() -> Listener | None:
     """A listener with the eager calls that are running in this thread; None if there are none."""
-    calls = [frame.f_locals for frame, _ in traceback.walk_stack(sys._getframe(1)) if is_wrapper(frame.f_code)]
+    calls, frame = [], sys._getframe(1)
+    while frame is not None:  # traceback.walk_stack would find the number of each line, too
+        if is_wrapper(frame.f_code):
+            calls.append(frame.f_locals)
+        frame = frame.f_back
     eager = [(_module_in(call["args"]), call["name"]) for call in calls if call["listener"] is None]
     stack = [(module, name) for module, name in eager if module is not None]
     if not stack:

@@ -172,8 +172,8 @@ def carrier_in(captured: tuple) -> Carrier | None:
 
 def give_on(arguments: Any) -> None:
     """Give what the body of a transform has recorded in its carrier to the originals, or to the next carrier."""
-    carrier, listener = carrier_in(arguments.captured), current_listener()
-    if carrier is None or listener is None or listener.collector is None:
+    carrier = carrier_in(arguments.captured)
+    if carrier is None or (listener := current_listener()) is None or listener.collector is None:
         return
     for attribute in recorded_in(carrier):
         name, _, number = attribute.rpartition("@")
