@@ -27,7 +27,7 @@ from .iteration import iter_objects
 from .missing import MISSING
 from .ops import clone
 from .rngs import RngStream, RngValue, Shape, as_key, as_lanes, implementation_of, shapes_by_filter
-from .tracing import boundary
+from .tracing import Place, boundary
 
 F = TypeVar("F", bound=Callable[..., Any])
 Policy = Literal["scalars_only", "match_shape"] | Callable[[Path, jax.Array, tuple[int, ...]], jax.Array]
@@ -341,17 +341,18 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
     >>> model[0].rngs() == nnx.RngStream(42, tag='dropout').fork()()
     Array(True, dtype=bool)
 
+    A tag that no stream has is a warning, which names those there are.
+
     Raises:
-      ValueError: if no stream has one of the tags, naming those there are; if a value is not a key, or is a raw key of
-        another implementation than the stream's; or if a stream is split, and the policy refuses that. Nothing is
-        changed then.
+      ValueError: if a value is not a key, or is a raw key of another implementation than the stream's; or if a stream
+        is split, and the policy refuses that. Nothing is changed then.
     """
     chosen = _streams(node, lambda path, stream: stream.tag in stream_keys)
     if missing := stream_keys.keys() - {stream.tag for _, stream in chosen}:
         tags = Counter(stream.tag for _, stream in _streams(node))
         known = ", ".join(f"{tag!r} ({n})" for tag, n in sorted(tags.items())) or "none"
-        raise UsageError(
-            f"No RngStream of this object has the tag {min(missing)!r}, so there is nothing to reseed; the tags are: "
+        Place().warn(
+            f"No RngStream of this object has the tag {min(missing)!r}, so nothing is reseeded with it; the tags are: "
             f"{known}. A stream that was looked up in an Rngs without one of that name has the tag 'default'."
         )
     for path, stream in chosen:  # before a stream among `stream_keys` is drawn from

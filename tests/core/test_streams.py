@@ -268,16 +268,27 @@ def test_what_a_policy_returns_is_taken_as_a_key():
     assert not nnx.diff(before, nnx.state(rngs))
 
 
-def test_reseeding_nothing_is_an_error():
-    """A name that no stream has as its tag is reported with the tags that there are; nothing is changed."""
-    m = Model(nnx.Rngs(0, params=1))
-    look = lambda: [bits(m.first.rngs.key.value), bits(m.rngs.params.key.value)]
-    before = look()
-    with pytest.raises(ValueError, match=r"tag 'dropout'.*'default' \(4\).*looked up"):
+def test_reseeding_nothing_is_a_warning():
+    """A name that no stream has as its tag is reported with the tags that there are; the others are reseeded.
+
+    As in flax.nnx, for code that reseeds any model that it is given by one name.
+    """
+    m, expected = Model(nnx.Rngs(0, params=1)), Model(nnx.Rngs(0, params=1))
+    with pytest.warns(UserWarning, match=r"tag 'dropout'.*'default' \(4\).*looked up") as record:
         reseed(m, params=3, dropout=5)
+    assert record[0].filename == __file__
+    reseed(expected, params=3)
+    assert not nnx.diff(nnx.state(m), nnx.state(expected))
+    with pytest.warns(UserWarning, match=r"tag 'rng'.*the tags are: none\."):
+        reseed(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), policy="match_shape", rng=jax.random.key(1))
+
+
+def test_a_seed_that_is_no_key_changes_nothing():
+    m = Model(nnx.Rngs(0, params=1))
+    before = nnx.state(m)
     with pytest.raises(ValueError, match="Invalid rng value"):
         reseed(m, params=1.5)
-    assert look() == before
+    assert not nnx.diff(nnx.state(m), before)
 
 
 def test_with_rngs_gives_a_copy_with_other_streams_around_the_same_variables():
