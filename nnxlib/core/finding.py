@@ -16,7 +16,7 @@ import jax
 
 from .errors import PathError, format_path
 from .identity import Identified
-from .tracing import enclosing_transform, is_users
+from .tracing import NOTHING_RUNS, enclosing_transform, is_users
 from .traversals import path_key, sorted_keys
 
 
@@ -56,7 +56,9 @@ def how_to_pass(what: str) -> str:
     if transform in (None, "jax"):
         return _IN_PLACE_OF_JIT.format(what=what)
     name = transform.rpartition(".")[2]
-    return _IN_PLACE_OF.format(what=what, raw=transform, lifted="nnx.remat" if name == "checkpoint" else f"nnx.{name}")
+    lifted = "nnx.remat" if name == "checkpoint" else f"nnx.{name}"
+    fate = "discarded, for nothing is computed" if transform in NOTHING_RUNS else "carried out"
+    return _IN_PLACE_OF.format(what=what, raw=transform, lifted=lifted, fate=fate)
 
 
 _FURTHER_ARGUMENT = """\
@@ -66,7 +68,7 @@ Pass {what} as a further argument: only nnx.jit carries out changes of what its 
     nnx.grad(loss)(model, other)                         # allowed; the gradient is that of the first argument alone"""
 
 _IN_PLACE_OF = """\
-Use {lifted} in place of {raw}, and pass it {what} as an argument: changes of arguments are carried out."""
+Use {lifted} in place of {raw}, and pass it {what} as an argument: changes of arguments are {fate}."""
 
 _IN_A_PACKAGE = """\
 It runs under {raw}, called through {packages}, which carries out no changes of objects. What is to change has to be \

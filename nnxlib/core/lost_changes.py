@@ -23,10 +23,9 @@ from .cells import Cell, TracedCell
 from .finding import reachable
 from .inputs import peek
 from .rngs import RngStream
-from .tracing import EAGER, Place, current_trace, enclosing_transform, running_trace
+from .tracing import EAGER, NOTHING_RUNS, Place, current_trace, enclosing_transform, running_trace
 from .variables import RngKey, Variable
 
-_NOTHING_RUNS = "jax.eval_shape", "jax.make_jaxpr"  # what a function changes there is not meant to be kept
 _value: Any = Cell.__dict__["value"]
 
 
@@ -92,7 +91,7 @@ def watch_update(model: Any, values: Sequence[Any], others: Sequence[Variable]) 
     if running_trace() is EAGER:
         return
     transform = enclosing_transform()[0]
-    if transform in (None, *_NOTHING_RUNS):
+    if transform in (None, *NOTHING_RUNS):
         return
     ids = set(map(id, values))
     cells: list[Cell] = []
@@ -154,7 +153,7 @@ def watch_draws(model: Any) -> None:
     another key: any other may have its seed from an argument.
     """
     streams = [x for _, x in reachable(model, set()) if isinstance(x, RngStream)]
-    if streams and enclosing_transform()[0] not in _NOTHING_RUNS:
+    if streams and enclosing_transform()[0] not in NOTHING_RUNS:
         live = {id(peek(x._cell)) for x in objects_of_traces() if isinstance(x, RngKey)}
         copy = _Copy()
         for count, key in [(x.count._cell, x.key._cell) for x in streams]:

@@ -307,6 +307,7 @@ _TRANSFORMS = """
     grad value_and_grad vmap pmap scan while_loop fori_loop cond switch checkpoint vjp jvp linearize jacfwd jacrev
     hessian eval_shape make_jaxpr shard_map
 """.split()
+NOTHING_RUNS = "jax.eval_shape", "jax.make_jaxpr"  # what a function changes there is not meant to be kept
 
 
 def is_own(module: str) -> bool:

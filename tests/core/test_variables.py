@@ -503,8 +503,18 @@ def test_the_refusal_names_the_counterpart_of_a_raw_transform(name, inside):
     instead = {"jax.checkpoint": "nnx.remat", "jax.lax.map": "nnx.scan"}.get(name, f"nnx.{name.rpartition('.')[2]}")
     shown = "jax.lax.scan" if name == "jax.lax.map" else name
     text = re.escape(f"Use {instead} in place of {shown}, and pass it the object that holds this Param as an argument")
-    with pytest.raises(nnx.TraceContextError, match=text):
+    with pytest.raises(nnx.TraceContextError, match=text + ": changes of arguments are carried out"):
         inside(lambda: RAW[name](lambda x: (v.set_value(v + x), x)[1]))
+
+
+@pytest.mark.parametrize("name", ["eval_shape", "make_jaxpr"])
+def test_the_refusal_where_nothing_is_computed(name):
+    """The counterpart of nnxlib allows the write, and then discards it."""
+    v = nnx.Param(jnp.zeros(()))
+    run = {"eval_shape": lambda f: jax.eval_shape(f, 1.0), "make_jaxpr": lambda f: jax.make_jaxpr(f)(1.0)}[name]
+    text = rf"Use nnx\.{name} in place of jax\.{name}.*: changes of arguments are discarded, for nothing is computed"
+    with pytest.raises(nnx.TraceContextError, match=text):
+        run(lambda x: v.set_value(v + x))
 
 
 def test_the_refusal_under_a_transform_that_a_package_calls(tmp_path, monkeypatch):
