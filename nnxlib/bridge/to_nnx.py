@@ -147,17 +147,17 @@ class ToNNX(Module):
             refused = error
         scope = attributes_of(self).get("to_nnx__scope")  # of a part of a bridge.Module
         first = scope is not None and scope.initializing and not any(variables_of(self))
-        if first or "to_nnx__initializing" in attributes_of(self):
-            out, made = module.init_with_output(keys, *args, method=method, **kwargs)
-            self._replace(made)
-            return out
-        if mutable is None:
-            mutable = False if scope is None else scope.mutable
-        old = dict(variables_of(self))
-        collections = unflatten_mapping(
-            {(nearest_collection(type(v)), *path): to_linen_var(v) for path, v in old.items()}
-        )
         try:
+            if first or "to_nnx__initializing" in attributes_of(self):
+                out, made = module.init_with_output(keys, *args, method=method, **kwargs)
+                self._replace(made)
+                return out
+            if mutable is None:
+                mutable = False if scope is None else scope.mutable
+            old = dict(variables_of(self))
+            collections = unflatten_mapping(
+                {(nearest_collection(type(v)), *path): to_linen_var(v) for path, v in old.items()}
+            )
             result = module.apply(collections, *args, rngs=keys, method=method, mutable=mutable, **kwargs)
         except (flax.errors.ScopeCollectionNotFound, flax.errors.ScopeParamNotFoundError) as error:
             error.add_note(_MISSING.format(linen=_name_of(self)))

@@ -367,6 +367,9 @@ def test_linens_own_errors_get_a_remedy():
     with pytest.raises(flax.errors.InvalidRngError) as keyless:
         bridge.ToNNX(nn.Dropout(0.5, deterministic=False))(X)
     assert "has no keys" in "".join(keyless.value.__notes__)
+    with pytest.raises(flax.errors.InvalidRngError) as keyless:
+        bridge.ToNNX(nn.Dense(3)).lazy_init(X)
+    assert "has no keys" in "".join(keyless.value.__notes__)
 
 
 def test_a_linen_module_that_is_not_wrapped_gets_a_remedy():
