@@ -29,6 +29,7 @@ from .errors import FilterOrderError, InvalidFilterError, Path, accepts
 from .identity import Identified
 from .tracing import Place
 from .traversals import Key, sorted_by_path
+from .variable_names import type_of_name
 from .variables import Variable
 
 PathParts = Path  # as flax.nnx calls it
@@ -168,15 +169,18 @@ Module, nnx.state(model.layer), or select by path: nnx.PathContains('name')."""
 def warn_of_names(
     filters: Sequence[Filter], groups: Sequence[typing.Sized], items: Iterable[tuple[Path, typing.Any]]
 ) -> None:
-    """Warn of text that has taken none of these items, though it is a key of their paths: it is meant for one."""
+    """Warn of text that has taken none of these items, but is a key of their paths, or a collection: it is meant so."""
     unused = [x for x, group in zip(filters, groups, strict=True) if isinstance(x, str) and not group]
     keys = {key for path, _ in items for key in path} if unused else ()
     for name in unused:
+        kind = type_of_name(name)
         if name in keys:
-            Place().warn(
-                f"{name!r} selects nothing: text is a tag, which no Variable has here, but there is such a key in "
-                f"paths. To select by path, write nnx.PathContains({name!r})."
-            )
+            meant = f"there is such a key in paths. To select by path, write nnx.PathContains({name!r})."
+        elif kind is not None:
+            meant = f"a collection of that name is a type of Variable. To select by type, write {kind.__name__}."
+        else:
+            continue
+        Place().warn(f"{name!r} selects nothing: text is a tag, which no Variable has here, but {meant}")
 
 
 class FilterObject:

@@ -61,6 +61,11 @@ def variable_type_from_name(name: str, /, *, base: type[Variable] = Variable, al
     return _TYPE_OF_NAME[name]
 
 
+def type_of_name(name: str) -> type[Variable] | None:
+    """The Variable class of a collection name, or None."""
+    return _TYPE_OF_NAME.get(name)
+
+
 def variable_name_from_type(typ: type[Variable], /, *, allow_register: bool = False) -> str:
     """Return the collection name of a Variable class; with ``allow_register``, make one from the class name.
 

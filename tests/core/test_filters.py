@@ -410,6 +410,16 @@ def test_text_that_is_a_key_and_not_a_tag_takes_nothing_with_a_warning():
             assert select(nnx.clone(model), "bias") != {}
 
 
+def test_the_name_of_a_collection_takes_nothing_with_a_warning():
+    """In Linen ``"params"`` selects parameters; here text is a tag, as of the stream ``params``."""
+    for name, kind in {"params": "Param", "batch_stats": "BatchStat"}.items():
+        with pytest.warns(UserWarning, match=rf"^'{name}' selects nothing: text is a tag.* write {kind}\.$"):
+            assert nnx.state(nnx.Dict(a=nnx.Param(1.0)), name) == {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert nnx.state(nnx.Rngs(params=0), "params") != {}
+
+
 def test_a_function_of_one_argument_is_no_filter():
     with pytest.raises(InvalidFilterError, match=r"takes \(path, value\), which only_path does not"):
 
