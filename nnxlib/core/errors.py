@@ -257,8 +257,9 @@ def note_signature(error: Exception, function: Callable) -> None:
     if not (isinstance(error, TypeError) and str(error).startswith(f"{function.__qualname__}() ")):
         return
     parameters = signature_of(function).parameters.values()
-    shown = [p for p in parameters if not (p.name == "self" or p.name.startswith("_") or p.kind is p.VAR_KEYWORD)]
-    needed = [f"{p.name}=..." if p.kind is p.KEYWORD_ONLY else p.name for p in shown if p.default is p.empty]
+    shown = [p for p in parameters if not (p.name == "self" or p.name.startswith("_"))]
+    marks = {"KEYWORD_ONLY": "{}=...", "VAR_POSITIONAL": "*{}", "VAR_KEYWORD": "**{}"}
+    needed = [marks.get(p.kind.name, "{}").format(p.name) for p in shown if p.default is p.empty]
     optional = [p.name for p in shown if p.default is not p.empty]
     more = f"{'; ' if needed else ''}optional: {', '.join(optional)}" if optional else ""
     note = f"it takes {', '.join(needed)}{more}" if shown else "it takes no arguments"

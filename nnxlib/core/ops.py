@@ -22,7 +22,7 @@ from .cells import cell_of, new_cell
 from .closures import Watch, notice
 from .data import is_data_leaf
 from .differences import aval_of
-from .errors import ArgumentError, Path, StateMismatchError, TraceContextError, UsageError, format_path
+from .errors import ArgumentError, Path, StateMismatchError, TraceContextError, UsageError, describe, format_path
 from .filters import Filter, filters_to_predicates, warn_of_names, warn_of_node_classes
 from .formulas import copied
 from .graph import Delta, Packed, build, by_path, commit, even_if_interrupted
@@ -397,7 +397,9 @@ def _settable(tree: Any, path: Path) -> tuple[Any, Any]:
     Raises:
       ValueError: if its items cannot be set.
     """
-    holder = holder_of(tree, path) if path else None
+    if not path:
+        raise UsageError(f"nnx.update writes into a Module, or a list or dict of these, but got {describe(tree)}.")
+    holder = holder_of(tree, path)
     if not isinstance(holder, MutableMapping | list):
         raise UsageError(
             f"Cannot set {format_path(path)}: it is no item of a list or dict, whose items can be set. Keep what "

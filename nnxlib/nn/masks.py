@@ -117,6 +117,8 @@ def combine_masks(*masks: Array | None, dtype: Dtype = jnp.float32) -> Array | N
     Raises:
       ValueError: if the masks differ in their number of axes, or do not broadcast to each other.
     """
+    if any(isinstance(mask, list | tuple) for mask in masks):
+        raise ArgumentError("combine_masks takes each mask as an argument of its own: nnx.combine_masks(*masks).")
     arrays = [as_array(mask) for mask in masks if mask is not None]
     if not arrays:
         return None

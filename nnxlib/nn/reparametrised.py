@@ -22,7 +22,7 @@ from jax.tree_util import all_leaves
 from ..core.calls import call_listening, listened, listener_for, note_paths
 from ..core.containers import Dict
 from ..core.data import is_bound_method, is_node
-from ..core.errors import EmptySelectionError, Path, UsageError, describe, format_path
+from ..core.errors import ArgumentError, EmptySelectionError, Path, UsageError, describe, format_path
 from ..core.escapes import without_escapes
 from ..core.filters import Filter, PathContains, to_predicate
 from ..core.formulas import step
@@ -100,6 +100,8 @@ def _holds_objects(tree: Any) -> bool:
 
 
 def _params(module: Module) -> list[tuple[Path, Param]]:
+    if isinstance(module, type):
+        raise ArgumentError(f"What is normalised is a layer, but got the class {module.__name__}; make one of it.")
     return [(path, x) for path, x in iter_objects(module) if isinstance(x, Param)]
 
 

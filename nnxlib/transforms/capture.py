@@ -18,7 +18,7 @@ from typing import Any, cast
 from ..core.call_paths import Collector, Listener
 from ..core.calls import call_recording, current_listener
 from ..core.closures import Loans
-from ..core.errors import ArgumentError, EmptySelectionError, PathError, format_path, listed
+from ..core.errors import ArgumentError, EmptySelectionError, PathError, describe, format_path, listed
 from ..core.filters import Filter, to_predicate
 from ..core.finding import reachable
 from ..core.graph import commit
@@ -90,12 +90,16 @@ def capture(
     if fn is None or (inspect.isclass(fn) and issubclass(fn, Variable)):
         types = var_types if fn is None else (fn, *var_types)
         return lambda fn: capture(fn, *types, init=init, method_outputs=method_outputs, only=only)
-    kinds = tuple(dict.fromkeys((*var_types, *((method_outputs,) if method_outputs is not None else ()))))
-    if not kinds and init is None:
+    given = (*var_types, *((method_outputs,) if method_outputs is not None else ()))
+    if not given and init is None:
         raise ArgumentError("nnx.capture needs a type of Variable to take out: nnx.capture(model, nnx.Intermediate).")
-    for kind in kinds:
+    for kind in given:
         if not (inspect.isclass(kind) and issubclass(kind, Variable)):
-            raise ArgumentError(f"nnx.capture takes types of Variable, such as nnx.Intermediate, but got {kind!r}.")
+            raise ArgumentError(
+                f"nnx.capture takes types of Variable, such as nnx.Intermediate, but got {describe(kind)}. What it "
+                "returns takes the inputs: nnx.capture(model, nnx.Intermediate)(x)."
+            )
+    kinds = tuple(dict.fromkeys(given))
     function, bound, bound_kwargs = resolve(fn)
 
     @boundary

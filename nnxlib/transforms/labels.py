@@ -256,7 +256,8 @@ _NO_ARRAY = """\
 {where} is a {kind} ({value!r:.80}), not an array, so {what} cannot map over it. Bind it beforehand with \
 functools.partial; for nnx.vmap it may also be passed whole, with None in in_axes."""
 
-_WHOLE = "in_axes says which axis of each argument it is; None is for one that is passed whole: in_axes=(0, None)."
+_WHOLE = """\
+in_axes says which axis of each argument it is; None is for one that is passed whole: (None, 0) for f(model, xs)."""
 
 _STACK = """
 None is for what is passed whole; what is to differ between the slices is stacked beforehand, such as a cache for each \

@@ -276,6 +276,8 @@ SIGNATURES = {
     "too many": (lambda: nnx.Dropout(0.5, 1, rngs=nnx.Rngs(0)), "rate; optional: broadcast_dims, "),
     "inherited": (lambda: nnx.GRUCell(input_size=2, rngs=nnx.Rngs(0)), "in_features, hidden_features, rngs=..."),
     "call": (lambda: nnx.Dropout(0.5)(X, seed=0), "inputs; optional: deterministic, rngs"),
+    "any keyword": (lambda: nnx.MultiMetric(nnx.metrics.Average()), "**metrics"),
+    "any argument": (lambda: nnx.merge(nnx.graphdef(nnx.Dropout(0.5))), "graphdef, *states; optional: copy"),
 }
 
 

@@ -871,6 +871,8 @@ def test_update_of_plain_lists_and_dicts():
     assert (inner[0], inner[1].tolist(), inner[2], tree["c"].item(), tree["e"]) == (2, [0, 0], {"b": 4}, 1, "y")
     with pytest.raises(ValueError, match=r"Cannot set d\[0\]: it is no item of a list or dict"):
         nnx.update(tree, {"a": {0: 7}, "c": jnp.zeros(()), "d": {0: 6}})
+    with pytest.raises(ValueError, match="writes into a Module, or a list or dict of these, but got class Linear"):
+        nnx.update(nnx.Linear, {"kernel": jnp.ones(2)})
     assert (inner[0], tree["c"].item(), tree["d"]) == (2, 1, (5,))
 
 

@@ -179,6 +179,8 @@ def test_masks_that_do_not_fit_are_refused():
     for shapes in (((2, 2), (2, 2, 2)), ((2, 2), (3, 3))):
         with pytest.raises(ValueError, match=r"same number of axes that broadcast .* but got \[\(2, 2\)"):
             nnx.combine_masks(*map(jnp.ones, shapes))
+    with pytest.raises(TypeError, match=r"each mask as an argument of its own: nnx\.combine_masks\(\*masks\)"):
+        nnx.combine_masks([jnp.ones((2, 2)), jnp.ones((2, 2))])
 
 
 # --- RoPE -------------------------------------------------------------------------------------------------------------

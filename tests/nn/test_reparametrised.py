@@ -381,6 +381,8 @@ def test_nothing_to_normalise():
     there = r"LayerNorm.*scale \(float32\[3\]\)"
     with pytest.raises(EmptySelectionError, match=f"SpectralNorm finds nothing to normalise in {there}"):
         nnx.SpectralNorm(norm, rngs=rngs())
+    with pytest.raises(TypeError, match="a layer, but got the class Linear; make one of it"):
+        nnx.SpectralNorm(nnx.Linear, rngs=rngs())
     with pytest.raises(EmptySelectionError, match=f"WeightNorm finds nothing to normalise in {there}"):
         nnx.WeightNorm(norm, rngs=rngs())
     with pytest.raises(EmptySelectionError, match="which are: none"):

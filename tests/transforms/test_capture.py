@@ -1047,7 +1047,7 @@ def test_init_for_a_model_that_has_recorded_before(kinds):
     assert (model.delta.value, model.seen.value) == before
 
 
-@pytest.mark.parametrize("wrong", [3, "intermediates", lambda path, x: True, nnx.Linear])
+@pytest.mark.parametrize("wrong", [3, "intermediates", lambda path, x: True, nnx.Linear, jnp.ones((1, 2))])
 def test_what_is_no_type_of_variable_is_refused(wrong):
     with pytest.raises(TypeError, match=r"nnx.capture takes types of Variable, such as nnx.Intermediate, but got"):
         nnx.capture(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), wrong)
