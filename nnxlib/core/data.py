@@ -149,14 +149,16 @@ _PLAIN = {int, float, bool, str, bytes, type(None), type, types.FunctionType, co
 
 
 # Types of containers in which no nodes are found, and of functions that may wrap one; nnx.jit adds its own.
-HIDING: set[type] = {set, frozenset, collections.deque, types.FunctionType, type(jax.jit(is_plain))}
+_ITERATORS = map, filter, types.GeneratorType
+HIDING: set[type] = {set, frozenset, collections.deque, types.FunctionType, type(jax.jit(is_plain)), *_ITERATORS}
 
 
 def warn_of_hidden(holder: Any, name: str, value: Any, marks: Mapping[Any, Any] | None) -> None:
     """Warn of nodes and Variables where nnxlib does not search for them: nothing else would tell.
 
     That is in a container, or in what a transform has made of a Module, or of its method. The ``marks`` of the holder
-    say what was declared.
+    say what was declared. Also of an expression such as ``(Layer() for _ in sizes)``, whatever it gives: a tuple is
+    meant, and it would give its items once. (A generator function is meant as one, to give data, for example.)
 
     There is no warning for other objects that are not pytrees, such as a trainer: these may well refer to a Module.
     """
@@ -164,6 +166,9 @@ def warn_of_hidden(holder: Any, name: str, value: Any, marks: Mapping[Any, Any] 
         text, hidden = _MADE_OF, _wrapped(value)
         # A step that is compiled for the Module itself is called by that one.
         found = [] if hidden is holder and type(value) is not types.FunctionType else [hidden]
+    elif isinstance(value, _ITERATORS):
+        text, is_meant = _ONCE, isinstance(value, types.GeneratorType) and value.gi_code.co_name != "<genexpr>"
+        found = [] if is_meant else [holder]  # that is, whatever it gives
     else:
         text, found = _HELD, list(value)
     kinds = [type(item).__name__ for item in found if is_node(item)]
@@ -182,6 +187,10 @@ def _wrapped(f: Any) -> Any:
 _HELD = """\
 {owner}.{name} is a {kind}, in which nnxlib does not find the {found}: it is not trained, copied and saved with this \
 {owner}. Use a list, a tuple or a dict; or, if that is meant, nnx.static({kind}(...))."""
+
+_ONCE = """\
+{owner}.{name} is a {kind}, which gives its items once, and nnxlib does not find what they are. Write tuple(...) or \
+[...] around it; or, if that is meant, nnx.static(...)."""
 
 _MADE_OF = """\
 {owner}.{name} was made by a transform of a {found} or its method, and nnxlib does not find the {found} in it. Copies \

@@ -307,6 +307,24 @@ def test_a_module_where_it_is_not_found_is_a_warning(hold, make):
     assert nnx.state(m)
 
 
+def test_an_expression_that_gives_its_items_once_is_a_warning():
+    """Layers in round brackets are no tuple: the first call would use them up. A generator function may be meant."""
+
+    def batches():
+        yield 1
+
+    for held in ((nnx.Linear(2, 2, rngs=nnx.Rngs(i)) for i in range(2)), map(nnx.List, [(1,)]), filter(None, [1])):
+        m, kind = nnx.Module(), type(held).__name__
+        with pytest.warns(UserWarning, match=rf"Module\.held is a {kind}, which gives its items once") as w:
+            m.held = held
+        assert w[0].filename == __file__
+        assert list(held), "they are still there"
+        m.held = nnx.static(held)
+    m.batches, m.numbers = batches(), iter([1, 2])
+    with pytest.warns(UserWarning, match=r"Module\.steps\[0\] is a map"):
+        m.steps = [map(str, [1])]
+
+
 @pytest.mark.parametrize(
     "transform", [nnx.remat, nnx.vmap, nnx.grad, nnx.jit, jax.jit, jax.checkpoint, lambda f: nnx.jit(nnx.remat(f))]
 )
