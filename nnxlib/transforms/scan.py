@@ -136,7 +136,12 @@ def looped(
     carried = None if place is None else len(bound) + place[0]
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        out = function(*args, **kwargs)
+        try:
+            out = function(*args, **kwargs)
+        except TypeError as error:
+            if str(error).lower() == "'list' object is not callable":
+                error.add_note(_OF_LAYERS)
+            raise
         if out_place and type(out) in (tuple, list):
             return type(out)([x if k == out_place[0] else own_states(x) for k, x in enumerate(out)])
         return out if out_place == () else own_states(out)
@@ -166,6 +171,11 @@ def looped(
         return out
 
     return wrapped
+
+
+_OF_LAYERS = """\
+scan goes along an axis of arrays, not along a list: each iteration gets the whole list. Layers of one kind are called \
+one after the other by nnx.Stack.from_layers(layers)(x)."""
 
 
 class _Scan(NamedTuple):

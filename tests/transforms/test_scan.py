@@ -1098,6 +1098,15 @@ def test_a_body_that_returns_another_number_of_values_is_told_what_to_return(bod
         nnx.scan(body)(jnp.zeros(2), jnp.ones((3, 2)))
 
 
+@pytest.mark.parametrize("kind", [list, nnx.List])
+def test_a_list_of_layers_that_is_called_as_one_layer(kind):
+    """In a loop over layers these are meant to be the slices; the note says how to write that."""
+    layers = kind([nnx.Linear(2, 2, rngs=nnx.Rngs(i)) for i in range(3)])
+    with pytest.raises(TypeError, match="not callable") as caught:
+        nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(jnp.ones(2), layers)
+    assert "nnx.Stack.from_layers(layers)(x)" in "".join(caught.value.__notes__)
+
+
 def test_a_change_of_what_is_passed_whole():
     """The remedy is an axis or the carry; what is attached or has too few axes has another one."""
     norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
