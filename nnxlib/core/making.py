@@ -9,6 +9,7 @@ import jax
 
 from .cells import Cell, TracedCell, cell_of, new_cell
 from .closures import Watch, notice
+from .errors import StaticValueError
 from .identity import Identified, with_slots_of
 from .registration import register_pytree
 from .stamps import Stamps
@@ -37,6 +38,14 @@ class Metadata(dict[str, Any]):
                 self._key = const.key
             return const
 
+    def static_half(self) -> Metadata | Const:
+        """What JAX keeps: the metadata themselves, or what they are now if anything in them can be changed in place."""
+        try:
+            const = self.const()
+        except StaticValueError:  # of a value that is computed in a trace, say: an error only where JAX compares them
+            return self
+        return const if const.mutable else self
+
     def __eq__(self, other: object) -> bool:
         return self is other or (type(other) is Metadata and self.const() == other.const())
 
@@ -51,6 +60,7 @@ class Metadata(dict[str, Any]):
 
 
 NO_METADATA = Metadata()
+NO_METADATA.const()  # which keeps the key
 
 
 class VariableSlots(Identified):
@@ -111,27 +121,37 @@ VARIABLE_TYPES: set[type] = set()  # all classes of Variables
 _VALUE_KEY = jax.tree_util.GetAttrKey("value")
 
 
-def _flatten(v: VariableSlots) -> tuple[tuple[Any], Metadata]:
+def _flatten(v: VariableSlots) -> tuple[tuple[Any], Metadata | Const]:
     if Watch.all:
         notice(v)
-    return (v._cell.value,), v._metadata
+    metadata = v._metadata
+    try:
+        _ = metadata._key  # written out in both functions: a call would make each a tenth slower
+    except AttributeError:
+        return (v._cell.value,), metadata.static_half()
+    return (v._cell.value,), metadata
 
 
-def _flatten_with_keys(v: VariableSlots) -> tuple[tuple[tuple[Any, Any]], Metadata]:
+def _flatten_with_keys(v: VariableSlots) -> tuple[tuple[tuple[Any, Any]], Metadata | Const]:
     if Watch.all:
         notice(v)
-    return ((_VALUE_KEY, v._cell.value),), v._metadata
+    metadata = v._metadata
+    try:
+        _ = metadata._key
+    except AttributeError:
+        return ((_VALUE_KEY, v._cell.value),), metadata.static_half()
+    return ((_VALUE_KEY, v._cell.value),), metadata
 
 
 def register_variable(kind: type[VariableSlots]) -> None:
     """Register a class of Variables as a pytree node."""
 
-    def unflatten(metadata: Metadata, children: Iterable[Any]) -> VariableSlots:
+    def unflatten(metadata: Any, children: Iterable[Any]) -> VariableSlots:
         # As by `make_variable`, but written out, in five sixths of the time.
         self, trace = VariableSlots(), current_trace()
         self._cell = cell = Cell() if trace is None else TracedCell(None, trace)
         (cell.value,) = children
-        self._nnx_stamps, self._metadata = (), metadata
+        self._nnx_stamps, self._metadata = (), metadata if type(metadata) is Metadata else metadata.fresh()
         try:
             self.__class__ = kind
             return self

@@ -842,3 +842,35 @@ def test_a_dict_of_settings_has_the_keys_of_a_dict():
     assert paths(copy.deepcopy(m).sizes) == paths(m.sizes)
     assert paths(jax.tree.map(lambda x: x + 1, m.sizes)) == paths(m.sizes)
     assert paths(m.layers) == [".a.value"]
+
+
+@pytest.mark.parametrize("place", [lambda v: v, lambda v: nnx.Dict(v=v), lambda v: nnx.state(nnx.Dict(v=v))])
+def test_metadata_that_are_edited_in_place_are_part_of_a_program_as_they_are(place):
+    """Plain JAX traces again; an edit in a trace, or of what jax.tree.map has made, stays there."""
+    variable = nnx.Param(jnp.array(2.0), tags=[1.0])
+    tree = place(variable)
+    if isinstance(tree, nnx.State):
+        variable = tree["v"]
+
+    def scaled(tree, tag):
+        (v,) = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        v.tags.append(tag)
+        return v.value * sum(v.tags)
+
+    jitted = jax.jit(scaled, static_argnums=1)
+    for expected in (2.0, 4.0):
+        assert jitted(tree, 0.0) == expected
+        variable.tags.append(1.0)
+    assert variable.tags == [1.0, 1.0, 1.0]
+    scaled(jax.tree.map(lambda x: x, tree), 5.0)
+    assert variable.tags == [1.0, 1.0, 1.0]
+    assert jax.tree.structure(tree) == jax.tree.structure(jax.tree.map(lambda x: x, tree))
+
+
+def test_metadata_that_are_computed_in_a_trace_are_no_hindrance_there():
+    @jax.jit
+    def shifted(x):
+        v = jax.tree.map(lambda y: y + 1, nnx.Param(x, scale=x * 2))
+        return v.value * v.scale
+
+    assert shifted(1.0) == 4.0
