@@ -17,6 +17,8 @@ import dis
 import functools
 import inspect
 import itertools
+import operator
+import re
 import sys
 import threading
 import types
@@ -441,10 +443,15 @@ def _loaded_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 def names_in(code: types.CodeType) -> frozenset[str]:
     """All names in some code, with the functions in it: globals, attributes, imports, and text for ``getattr``."""
     inner = [names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    texts = [x for const in code.co_consts if isinstance(const, str) for x in const.split(".") if x.isidentifier()]
-    if _MATCH_CLASS in code.co_code[::2]:  # `case Holder(model=m)` has the names of attributes in a tuple
-        texts += [name for const in code.co_consts if type(const) is tuple for name in const if type(name) is str]
+    texts = [name for const in code.co_consts for name in names_by_text(const)]
     return frozenset(code.co_names).union(texts, *inner)
 
 
-_MATCH_CLASS = dis.opmap["MATCH_CLASS"]
+def names_by_text(x: Any) -> list[str]:
+    """The names in a text, or a tuple of texts, which code may give to ``getattr``; in an ``operator.attrgetter``."""
+    texts = [y for y in (x if type(x) is tuple else (x,)) if issubclass(type(y), str)]
+    found = re.findall(r"\w+", repr(x)) if type(x) in _GETTERS else [name for y in texts for name in y.split(".")]
+    return [name for name in found if name.isidentifier()]
+
+
+_GETTERS = operator.attrgetter, operator.methodcaller, operator.itemgetter

@@ -191,6 +191,7 @@ class _Search:
     def visit(self, chain: Chain) -> None:
         value = chain.value
         kind = type(value)
+        self.names.update(look_ups.names_by_text(value))
         if (is_constant_type(kind) or is_fixed(kind)) and not _is_kept_by_library(chain):
             self.ends.append(chain)
         if id(value) in self.found:

@@ -2420,6 +2420,45 @@ def by_dotted_name():
     return read, lambda settings: setattr(held.inner, "settings", settings)
 
 
+UNSPELLED = "unspelled"
+
+
+class Keeper:
+    def show(self):
+        return self.unspelled
+
+
+def by_name(read):
+    """``read(held)`` reads the Module in an attribute of ``held`` that it does not spell."""
+
+    def place():
+        held = Keeper()
+        return lambda: read(held).scale, lambda settings: vars(held).update(unspelled=settings)
+
+    return place
+
+
+def by_name_in_closure():
+    name = "unspelled"
+    return by_name(lambda held: getattr(held, name))()
+
+
+def by_attrgetter():
+    get = operator.attrgetter("unspelled")
+    return by_name(lambda held: get(held))()
+
+
+def by_methodcaller():
+    call = operator.methodcaller("show")
+    return by_name(lambda held: call(held))()
+
+
+def by_partial():
+    held = Keeper()
+    get = functools.partial(getattr, held, "unspelled")
+    return lambda: get().scale, lambda settings: vars(held).update(unspelled=settings)
+
+
 def as_settings(read):
     return lambda: (read, lambda settings: globals().update(SETTINGS=settings))
 
@@ -2434,6 +2473,13 @@ UNUSUAL = {
     "a method of a context variable": by_method_of_a_context_variable,
     "a singleton": in_singleton,
     "a dotted name": by_dotted_name,
+    "a name in a global": by_name(lambda held: getattr(held, UNSPELLED)),
+    "a name in a closure": by_name_in_closure,
+    "a name in a default": by_name(lambda held, name="unspelled": getattr(held, name)),
+    "a name in a tuple": by_name(lambda held: [getattr(held, name) for name in ("unspelled",)].pop()),
+    "attrgetter": by_attrgetter,
+    "methodcaller": by_methodcaller,
+    "a partial of getattr": by_partial,
     "what makes an object": as_settings(lambda: Made().scale),
     "async with": as_settings(lambda: result_of(opened())),
     "async for": as_settings(lambda: result_of(iterated())),
