@@ -18,7 +18,6 @@ import functools
 import inspect
 import itertools
 import operator
-import re
 import sys
 import threading
 import types
@@ -449,9 +448,11 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 
 def names_by_text(x: Any) -> list[str]:
     """The names in a text, or a tuple of texts, which code may give to ``getattr``; in an ``operator.attrgetter``."""
+    if type(x) in _GETTERS:
+        getter, args = x.__reduce__()  # a class, or a partial of one
+        x = (*getattr(getter, "args", ()), *args)
     texts = [y for y in (x if type(x) is tuple else (x,)) if issubclass(type(y), str)]
-    found = re.findall(r"\w+", repr(x)) if type(x) in _GETTERS else [name for y in texts for name in y.split(".")]
-    return [name for name in found if name.isidentifier()]
+    return [name for text in texts for name in text.split(".") if name.isidentifier()]
 
 
 _GETTERS = operator.attrgetter, operator.methodcaller, operator.itemgetter
