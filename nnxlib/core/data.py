@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import re
 import types
 import typing
@@ -150,22 +151,24 @@ _PLAIN = {int, float, bool, str, bytes, type(None), type, types.FunctionType, co
 
 # Types of containers in which no nodes are found, and of functions that may wrap one; nnx.jit adds its own.
 _ITERATORS = map, filter, types.GeneratorType
-HIDING: set[type] = {set, frozenset, collections.deque, types.FunctionType, type(jax.jit(is_plain)), *_ITERATORS}
+_MADE = types.FunctionType, functools.partial
+HIDING: set[type] = {set, frozenset, collections.deque, type(jax.jit(is_plain)), *_MADE, *_ITERATORS}
 
 
 def warn_of_hidden(holder: Any, name: str, value: Any, marks: Mapping[Any, Any] | None) -> None:
     """Warn of nodes and Variables where nnxlib does not search for them: nothing else would tell.
 
-    That is in a container, or in what a transform has made of a Module, or of its method. The ``marks`` of the holder
-    say what was declared. Also of an expression such as ``(Layer() for _ in sizes)``, whatever it gives: a tuple is
-    meant, and it would give its items once. (A generator function is meant as one, to give data, for example.)
+    That is in a container, or in what a transform or ``functools.partial`` has made of a Module, or of its method. The
+    ``marks`` of the holder say what was declared. Also of an expression such as ``(Layer() for _ in sizes)``, whatever
+    it gives: a tuple is meant, and it would give its items once. (A generator function is meant as one, to give data,
+    for example.)
 
     There is no warning for other objects that are not pytrees, such as a trainer: these may well refer to a Module.
     """
     if callable(value):
         text, hidden = _MADE_OF, _wrapped(value)
         # A step that is compiled for the Module itself is called by that one.
-        found = [] if hidden is holder and type(value) is not types.FunctionType else [hidden]
+        found = [] if hidden is holder and type(value) not in _MADE else [hidden]
     elif isinstance(value, _ITERATORS):
         text, is_meant = _ONCE, isinstance(value, types.GeneratorType) and value.gi_code.co_name != "<genexpr>"
         found = [] if is_meant else [holder]  # that is, whatever it gives
@@ -180,7 +183,7 @@ def warn_of_hidden(holder: Any, name: str, value: Any, marks: Mapping[Any, Any] 
 def _wrapped(f: Any) -> Any:
     """What a function was made of: a Module, also if it was made of its method; or another function, or None."""
     while type(f) in HIDING:
-        f = getattr(f, "__wrapped__", None)
+        f = f.func if isinstance(f, functools.partial) else getattr(f, "__wrapped__", None)
     return f.__self__ if is_bound_method(f) else f
 
 
@@ -193,10 +196,10 @@ _ONCE = """\
 [...] around it; or, if that is meant, nnx.static(...)."""
 
 _MADE_OF = """\
-{owner}.{name} was made by a transform of a {found} or its method, and nnxlib does not find the {found} in it. Copies \
-of this {owner}, such as nnx.grad, nnx.clone and nnx.merge make, call the original there, so gradients are zero. Keep \
-the {found} in an attribute, and transform it where it is called, as in nnx.remat(self.layer)(x); or, if that is \
-meant, write nnx.static(...)."""
+{owner}.{name} was made of a {found} or its method, by a transform or functools.partial, and nnxlib does not find the \
+{found} in it. Copies of this {owner}, such as nnx.grad, nnx.clone and nnx.merge make, call the original there, so \
+gradients are zero. Keep the {found} in an attribute, and transform it where it is called, as in \
+nnx.remat(self.layer)(x) or self.layer(x, mask=mask); or, if that is meant, write nnx.static(...)."""
 
 
 def is_data_part(value: Any) -> bool:

@@ -326,14 +326,18 @@ def test_an_expression_that_gives_its_items_once_is_a_warning():
 
 
 @pytest.mark.parametrize(
-    "transform", [nnx.remat, nnx.vmap, nnx.grad, nnx.jit, jax.jit, jax.checkpoint, lambda f: nnx.jit(nnx.remat(f))]
+    "transform",
+    [
+        *(nnx.remat, nnx.vmap, nnx.grad, nnx.jit, jax.jit, jax.checkpoint, lambda f: nnx.jit(nnx.remat(f))),
+        *(functools.partial, lambda f: functools.partial(f.__call__), lambda f: nnx.jit(functools.partial(f))),
+    ],
 )
 def test_what_a_transform_has_made_of_a_module_is_a_warning(transform):
     """Copies of the holder would call the original: no gradients, and no parameters if the layer itself is replaced."""
     m = nnx.Module()
     m.layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     made = transform(m.layer)
-    said = r"was made by a transform of a Linear or its method, and nnxlib does not find the Linear in it"
+    said = r"was made of a Linear or its method, by a transform or functools\.partial, and nnxlib does not find the"
     with pytest.warns(UserWarning, match=rf"Module\.layer {said}") as found:
         m.layer = made
     assert found[0].filename == __file__
@@ -355,16 +359,17 @@ def test_functions_that_are_no_warning():
             self.method = self.layer.__call__
             self.forward, self.jitted = nnx.jit(self.loss), jax.jit(self.loss)
             self.made = [nnx.remat(jnp.sin), nnx.jit(lambda x: x), jax.nn.relu, nnx.jit(Model.loss)]
+            self.partials = [functools.partial(f) for f in (jnp.sum, nnx.Linear, Model.loss)]
 
         def loss(self, x):
             return self.method(x).sum()
 
     model = Model()
-    block = nnx.remat(model.loss)
-    with pytest.warns(UserWarning, match=r"Model\.block was made by a transform of a Model or its method"):
-        model.block = block
-    assert jnp.any(nnx.grad(lambda model: model.loss(jnp.ones(2)))(model).layer.kernel)
-    assert not jnp.any(nnx.grad(lambda model: model.block(jnp.ones(2)))(model).layer.kernel)
+    for block in (nnx.remat(model.loss), functools.partial(model.loss)):
+        with pytest.warns(UserWarning, match=r"Model\.block was made of a Model or its method"):
+            model.block = block
+        assert jnp.any(nnx.grad(lambda model: model.loss(jnp.ones(2)))(model).layer.kernel)
+        assert not jnp.any(nnx.grad(lambda model: model.block(jnp.ones(2)))(model).layer.kernel)
 
 
 def test_what_is_plain_at_a_glance():
