@@ -365,7 +365,10 @@ def _is_read_from(x: Any, name: str, held: Any) -> bool:
 # No Modules are in their globals. (The signatures of transformed functions lead to the last two.)
 _LIBRARIES = "jax", "jaxlib", "numpy", __name__.partition(".")[0], "inspect", "enum"
 _BUILTINS = frozenset(vars(builtins))
-_GLOBAL = ("_GLOBAL", "_NAME", "_GLOBALS")  # endings of the instructions that read globals; _NAME in class bodies
+# The instructions that read globals, and by how many bits their argument is shifted; LOAD_NAME is in class bodies.
+_READS = {"LOAD_GLOBAL": 1, "LOAD_NAME": 0, "LOAD_FROM_DICT_OR_GLOBALS": 0}
+_READS_GLOBAL = {dis.opmap[name]: shift for name, shift in _READS.items() if name in dis.opmap}
+_IMPORT_NAME = dis.opmap["IMPORT_NAME"]
 
 
 def is_of_library(namespace: Mapping[str, Any]) -> bool:
@@ -431,9 +434,16 @@ def objects_in_globals(function: types.FunctionType) -> list[LookUp]:
 @functools.lru_cache(maxsize=1000)
 def _loaded_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """The names of the globals that some code, with the functions in it, reads; and of the modules that it imports."""
-    instructions = list(dis.get_instructions(code))
-    read = [x.argval for x in instructions if x.opname.startswith("LOAD_") and x.opname.endswith(_GLOBAL)]
-    imported = [x.argval for x in instructions if x.opname == "IMPORT_NAME"]
+    read, imported, argument = set[str](), set[str](), 0
+    for operation, byte in zip(code.co_code[::2], code.co_code[1::2], strict=True):  # dis takes many calls for each
+        argument = argument << 8 | byte
+        if operation == dis.EXTENDED_ARG:
+            continue
+        if operation in _READS_GLOBAL:
+            read.add(code.co_names[argument >> _READS_GLOBAL[operation]])
+        elif operation == _IMPORT_NAME:
+            imported.add(code.co_names[argument])
+        argument = 0
     inner = [_loaded_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
     return frozenset(read).union(*[x for x, _ in inner]), frozenset(imported).union(*[x for _, x in inner])
 
