@@ -11,6 +11,10 @@ A step never has both a product and a sum that the product enters, unless with a
 contracts ``a * b + c`` to a fused multiply-add, and an eager result would differ in the last bit from the same formula
 evaluated one operation at a time.
 
+While a step or formula is traced, ``jit`` is disabled: functions that JAX has jitted, and the steps of a formula, are
+traced along with it, not each by itself, which takes most of the time of a first call. So a formula may give its steps
+values that are known in a trace, and these compute with ``jax.numpy`` or ``lax``, not by the operators of NumPy.
+
 Within a step dtypes are promoted by JAX's standard rules, also where the user has forbidden it for code of their own: a
 layer has said what it computes in.
 
@@ -86,7 +90,7 @@ def step(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def traced(*args: P.args, **kwargs: P.kwargs) -> R:
-            with _as_imported(), jax.numpy_dtype_promotion("standard"):
+            with _as_imported(), jax.numpy_dtype_promotion("standard"), jax.disable_jit():
                 return function(*args, **kwargs)
 
         return jax.jit(traced, static_argnames=static, inline=INLINE)

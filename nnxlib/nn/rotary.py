@@ -21,7 +21,7 @@ from .settings import aligned
 
 @step()  # theta is an operand, and the quotient another step: XLA rounds a power of a constant differently
 def _periods(theta: Any, exponents: Any) -> Array:
-    return theta**exponents
+    return jnp.power(theta, exponents)
 
 
 @step()

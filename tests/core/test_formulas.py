@@ -41,6 +41,21 @@ def test_steps_and_formulas_are_inlined():
     assert primitives(jax.jit(lambda x: sum_of_squares(x, axis=0)), x)[0] in ("jit", "pjit")
 
 
+def test_what_jax_has_jitted_is_traced_along_with_a_step():
+    """So a first trace of a model takes half as many calls: JAX looks at the arguments of each jitted function."""
+
+    @step()
+    def clipped(x):
+        return jnp.clip(jnp.var(x, 1), 0, 1)
+
+    @formula()
+    def twice(x):
+        return clipped(clipped(x)[None])
+
+    for f in (clipped, twice):
+        assert not {"jit", "pjit"} & {*primitives(f, jnp.ones((2, 3)))}
+
+
 def test_a_formula_is_traced_once_per_shape():
     """The second trace with the same shapes does not run the Python function again."""
     runs = []
