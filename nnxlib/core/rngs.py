@@ -71,11 +71,6 @@ def _draw(key: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jax.random.fold_in(key, count), count + np.uint32(1)
 
 
-@step("shape")
-def _into_lanes(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return jax.random.split(key, shape)
-
-
 def _as_root(key: jax.Array) -> jax.Array:
     """A consumed key as the root of a new stream; mixed once more for ``unsafe_rbg``, see the top of this file."""
     return jax.random.split(key, 1)[0] if jax.random.key_impl(key) == "unsafe_rbg" else key
@@ -340,7 +335,7 @@ class RngStream(_Samplers, Pytree):
           ValueError: if ``k`` is neither a number nor a shape, or the stream is split already.
         """
         shape = as_lanes(k)
-        return RngStream(_into_lanes(self(), shape=shape), tag=self.tag)
+        return RngStream(jax.random.split(self(), shape), tag=self.tag)
 
     def fork(self, *, split: Shape | None = None) -> RngStream:
         """Return a new stream whose root is the next key of this one; with ``split``, the same as :meth:`split`."""
