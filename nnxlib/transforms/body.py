@@ -67,13 +67,13 @@ def trace_body(
 
     traced: list[Any] = []  # what the trace has found
 
-    def pure(*leaves: Any) -> list[Any]:
+    def pure(leaves: Sequence[Any]) -> list[Any]:
         after, labels = call(leaves if enter is None else enter(leaves))
         traced[:] = after.delta, tuple(after.owners), after.leaf_paths, labels
         return after.leaves
 
-    pure = named(pure, function, layout.leaf_paths)
-    closed, shapes = jax.make_jaxpr(pure, return_shape=True)(*leaves)
+    pure = named(pure, function, layout.leaf_paths, (0,) * len(leaves))
+    closed, shapes = jax.make_jaxpr(pure, return_shape=True)(list(leaves))
     structure = jtu.tree_structure(shapes)
     evaluate = jaxpr_as_fun(closed)
 
