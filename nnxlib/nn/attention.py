@@ -28,7 +28,7 @@ from jax import lax
 
 from ..core.annotations import parameters_of
 from ..core.errors import ArgumentError, UsageError, describe
-from ..core.formulas import as_array, broadcasts, formula, product, step
+from ..core.formulas import as_array, as_one, broadcasts, formula, product, step
 from ..core.module import Module
 from ..core.rngs import Rngs, RngStream
 from ..core.tracing import Tracer
@@ -111,7 +111,7 @@ def _softmax(scores: Array, mask: Array | None, is_causal: bool, dtype: Any) -> 
 def _dropped(weights: Array, rng: Array, keep: Any, broadcast: bool, dtype: Any) -> Array:
     """The weights after dropout: zero, or divided by the probability ``keep`` of not being dropped."""
     shape = (1,) * (weights.ndim - 2) + weights.shape[-2:] if broadcast else weights.shape
-    kept = jax.random.bernoulli(rng, keep, shape).astype(weights.dtype)
+    kept = as_one(jax.random.bernoulli, rng, keep, shape).astype(weights.dtype)
     return (weights * (kept / keep)).astype(dtype)
 
 

@@ -25,7 +25,7 @@ from jax.nn import initializers as jax_initializers
 from jax.nn.initializers import Initializer as JaxInitializer
 from jax.nn.initializers import constant as constant
 
-from ..core.formulas import formula, full, multiply, reshape, step
+from ..core.formulas import as_one, formula, full, multiply, reshape, step
 from ..core.layout import keep
 from ..core.tracing import is_key, runs_eagerly
 
@@ -93,12 +93,13 @@ def _drawn_shape(key: Any, shape: tuple[int, ...], eager: bool) -> tuple[int, ..
 
 @step("shape", "dtype", "eager")
 def _unscaled_uniform(key: Any, low: Any, high: Any, shape: Any, dtype: Any, eager: bool) -> jax.Array:
-    return jax.random.uniform(key, _drawn_shape(key, shape, eager), dtype, low, high).reshape(shape)
+    return as_one(jax.random.uniform, key, _drawn_shape(key, shape, eager), dtype, low, high).reshape(shape)
 
 
 @step("shape", "dtype", "eager")
 def _unscaled_truncated(key: Any, lower: Any, upper: Any, shape: Any, dtype: Any, eager: bool) -> jax.Array:
-    return jax.random.truncated_normal(key, lower, upper, _drawn_shape(key, shape, eager), dtype).reshape(shape)
+    sizes = _drawn_shape(key, shape, eager)
+    return as_one(jax.random.truncated_normal, key, lower, upper, sizes, dtype).reshape(shape)
 
 
 @formula("shape", "dtype", "eager")

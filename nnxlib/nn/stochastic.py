@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from ..core.errors import ArgumentError, UsageError
-from ..core.formulas import formula, step
+from ..core.formulas import as_one, formula, step
 from ..core.module import Module
 from ..core.rngs import Rngs, RngStream
 from .dtypes import Array, input_error
@@ -129,7 +129,7 @@ def _mask(key: Array, keep: Any, shape: tuple[int, ...], broadcast_dims: tuple[i
     drawn = list(shape)
     for axis in broadcast_dims:
         drawn[axis] = 1
-    return jnp.broadcast_to(jax.random.bernoulli(key, p=keep, shape=drawn), shape)
+    return jnp.broadcast_to(as_one(jax.random.bernoulli, key, p=keep, shape=drawn), shape)
 
 
 @step()
