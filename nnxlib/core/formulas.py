@@ -14,7 +14,8 @@ evaluated one operation at a time.
 While a step or formula is traced, ``jit`` is disabled: the steps of a formula, and what JAX has jitted, are traced
 along with it, not each by itself, for which JAX makes hundreds of calls. So a formula may give its steps values that
 are known in a trace, and these compute with ``jax.numpy`` or ``lax``, not by the operators of NumPy. Random numbers are
-an operation of their own nevertheless (:func:`as_one`): twenty operations would be inlined for each layer.
+an operation of their own nevertheless (:func:`as_one`), since twenty would be inlined for each layer, and so is JAX's
+``relu``, which exporters look for.
 
 Within a step dtypes are promoted by JAX's standard rules, also where the user has forbidden it for code of their own: a
 layer has said what it computes in.

@@ -35,7 +35,7 @@ from jax.nn import standardize as standardize
 from jax.nn import swish as swish
 from jax.numpy import tanh as tanh
 
-from ..core.formulas import broadcasts, step
+from ..core.formulas import as_one, broadcasts, step
 from ..core.module import Module
 from ..core.variables import Param
 from .dtypes import Array, Dtype, input_error, promote_dtype
@@ -50,7 +50,7 @@ def relu(x: Array) -> Array:
     >>> nnx.relu(jnp.array([-1.0, 2.0]))
     Array([0., 2.], dtype=float32)
     """
-    return jax.nn.relu(x)
+    return as_one(jax.nn.relu, x)
 
 
 class PReLU(Module):

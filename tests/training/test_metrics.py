@@ -500,8 +500,8 @@ def test_an_eager_update_is_a_few_compiled_steps(name):
         assert count_calls(lambda: compiled.update(**batch)) < 60
 
 
-def test_metrics_are_made_by_compiled_steps():
-    """Each scalar is one dispatch, not the fifty calls of jax.numpy.zeros."""
+def test_metrics_are_made_without_programs_of_their_own():
+    """Each scalar takes 100 calls, 27 us; a program for it took 8 us, but 15 ms when it was compiled."""
     make = lambda: (Average(), Welford())
     make()
-    assert count_calls(make) < 150
+    assert count_calls(make) < 600
