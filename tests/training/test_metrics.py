@@ -501,7 +501,7 @@ def test_an_eager_update_is_a_few_compiled_steps(name):
 
 
 def test_metrics_are_made_without_programs_of_their_own():
-    """Each scalar takes 100 calls, 27 us; a program for it took 8 us, but 15 ms when it was compiled."""
+    """Each scalar takes 100 calls, 27 us (200 in JAX 0.8); a program of its own took 8 us, but had to be compiled."""
     make = lambda: (Average(), Welford())
     make()
-    assert count_calls(make) < 600
+    assert count_calls(make) < 1200
