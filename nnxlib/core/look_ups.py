@@ -368,7 +368,7 @@ _BUILTINS = frozenset(vars(builtins))
 # The instructions that read globals, and by how many bits their argument is shifted; LOAD_NAME is in class bodies.
 _READS = {"LOAD_GLOBAL": 1, "LOAD_NAME": 0, "LOAD_FROM_DICT_OR_GLOBALS": 0}
 _READS_GLOBAL = {dis.opmap[name]: shift for name, shift in _READS.items() if name in dis.opmap}
-_IMPORT_NAME = dis.opmap["IMPORT_NAME"]
+_IMPORT_NAME, _OF_IMPORT = dis.opmap["IMPORT_NAME"], 2 if sys.version_info >= (3, 15) else 0  # it may be lazy there
 
 
 def is_of_library(namespace: Mapping[str, Any]) -> bool:
@@ -442,7 +442,7 @@ def _loaded_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
         if operation in _READS_GLOBAL:
             read.add(code.co_names[argument >> _READS_GLOBAL[operation]])
         elif operation == _IMPORT_NAME:
-            imported.add(code.co_names[argument])
+            imported.add(code.co_names[argument >> _OF_IMPORT])
         argument = 0
     inner = [_loaded_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
     return frozenset(read).union(*[x for x, _ in inner]), frozenset(imported).union(*[x for _, x in inner])
