@@ -344,17 +344,21 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
     A tag that no stream has is a warning, which names those there are.
 
     Raises:
-      ValueError: if a value is not a key, or is a raw key of another implementation than the stream's; or if a stream
-        is split, and the policy refuses that. Nothing is changed then.
+      ValueError: if a value is not a key (for a tag that no stream has: if it is a bool), or is a raw key of another
+        implementation than the stream's; or if a stream is split, and the policy refuses that. Nothing is changed then.
     """
     chosen = _streams(node, lambda path, stream: stream.tag in stream_keys)
     if missing := stream_keys.keys() - {stream.tag for _, stream in chosen}:
         tags = Counter(stream.tag for _, stream in _streams(node))
         known = ", ".join(f"{tag!r} ({n})" for tag, n in sorted(tags.items())) or "none"
-        Place().warn(
-            f"No RngStream of this object has the tag {min(missing)!r}, so nothing is reseeded with it; the tags are: "
-            f"{known}. A stream that was looked up in an Rngs without one of that name has the tag 'default'."
+        tag = min(missing, key=lambda tag: (not isinstance(stream_keys[tag], bool), tag))
+        text = (
+            f"No RngStream of this object has the tag {tag!r}, so nothing is reseeded with it; the tags are: {known}. "
+            "A stream that was looked up in an Rngs without one of that name has the tag 'default'."
         )
+        if isinstance(stream_keys[tag], bool):  # it is no seed, but an option of another function, say
+            raise UsageError(text)
+        Place().warn(text)
     for path, stream in chosen:  # before a stream among `stream_keys` is drawn from
         _check_writable(stream)
         if stream.key.ndim and not callable(policy) and policy != "match_shape":

@@ -42,6 +42,7 @@ CALLS = {
     "split_rngs": lambda **switch: nnx.split_rngs(LAYER, splits=2, **switch),
     "fork_rngs": lambda **switch: nnx.fork_rngs(LAYER, **switch),
     "with_rngs": lambda **switch: nnx.with_rngs(nnx.Rngs(0), split=2, **switch),
+    "reseed": lambda **switch: nnx.reseed(LAYER, **switch),
     "view": lambda **switch: nnx.view(nnx.Dropout(0.5), **switch),
     "view_info": lambda **switch: nnx.view_info(LAYER, **switch),
     "with_attributes": lambda **switch: nnx.with_attributes(LAYER, **switch),
@@ -58,12 +59,6 @@ def test_a_switch_is_refused_with_a_remedy(call, switch):
     notes = [note for note in caught.value.__notes__ if "from nnxlib.compat import flax as nnx" in note]
     assert len(notes) == 1
     assert "one mode" in notes[0]
-
-
-def test_for_reseed_a_switch_is_a_name_that_no_stream_has():
-    """Its keyword arguments are the tags of streams, and one that no stream has is a warning."""
-    with pytest.warns(UserWarning, match="tag 'graph'"):
-        nnx.reseed(LAYER, graph=False)
 
 
 def test_another_option_of_that_kind_has_no_such_note():
