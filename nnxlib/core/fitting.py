@@ -290,11 +290,11 @@ def _hint_of_paths(layout: Layout, found: list[Difference]) -> str:
 
 
 def _hint_of_shared(layout: Layout, found: list[Difference]) -> str:
-    """That a leaf is given twice, with two values, by two paths to the same object."""
+    """That a leaf is given twice, by two paths, with values that are not known to be equal."""
     for path in [x.path for x in found if x.kind == "added"]:
         if (k := layout.position_at(path)) is not None:
             first = format_path(layout.leaf_paths[k])
-            return f" {format_path(path)} is shared: it is {first}, for which there is another value; give one of them."
+            return f" {format_path(path)} is shared: it is {first}, for which there is a value, too; give one of them."
     return ""
 
 

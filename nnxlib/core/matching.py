@@ -97,8 +97,10 @@ def matched(layout: Layout, states: tuple[Any, ...], avals: Sequence[Aval]) -> t
 def _agree(*leaves: Any) -> bool:
     """Whether two leaves are known to have the same value."""
     a, b = map(stored_value, leaves)
-    arrays = all(isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer) for x in (a, b))
-    return a is b or (arrays and bool(jnp.array_equal(a, b)))
+    if a is b or not all(isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer) for x in (a, b)):
+        return a is b
+    with jax.ensure_compile_time_eval():  # in a trace, too
+        return bool(jnp.array_equal(a, b))
 
 
 def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Path, Any]:

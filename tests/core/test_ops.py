@@ -388,6 +388,9 @@ def test_a_shared_variable_may_come_by_any_of_its_paths(given):
     if given is None:
         nnx.jit(lambda m, x: nnx.update(m, {"embed": {"kernel": x}, "tied": {"kernel": x}}))(model, new)
     else:
+        other = given(new + 1)
+        nnx.jit(lambda m: nnx.update(m, other))(model)
+        assert (model.embed.kernel == new + 1).all()
         nnx.update(model, given(new))
         merged = nnx.merge(graphdef, nnx.state(model), given(new))
         assert merged.embed is merged.tied
