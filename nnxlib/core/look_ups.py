@@ -461,8 +461,9 @@ def names_by_text(x: Any) -> list[str]:
     if type(x) in _GETTERS:
         getter, args = x.__reduce__()  # a class, or a partial of one
         x = (*getattr(getter, "args", ()), *args)
-    texts = [y for y in (x if type(x) is tuple else (x,)) if issubclass(type(y), str)]
+    texts = [y for y in (x if type(x) is tuple else (x,)) if issubclass(type(y), str) and len(y) < _LONG]
     return [name for text in texts for name in text.split(".") if name.isidentifier()]
 
 
+_LONG = 1000  # characters: text to train on, say, is no name
 _GETTERS = operator.attrgetter, operator.methodcaller, operator.itemgetter

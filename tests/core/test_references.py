@@ -5,6 +5,7 @@ import contextvars
 import dis
 import functools
 import inspect
+import operator
 import sys
 import tarfile
 import threading
@@ -20,7 +21,7 @@ import pytest
 import nnxlib as nnx
 from benchmarks.timing import count_calls
 from nnxlib.core.conditions import Conditions
-from nnxlib.core.look_ups import _loaded_in
+from nnxlib.core.look_ups import _loaded_in, names_by_text
 from nnxlib.core.references import Reached, search
 
 GLOBAL = nnx.Dict(w=nnx.Param(jnp.ones(2)))
@@ -434,3 +435,11 @@ def test_a_wrapped_function_of_a_module_that_cannot_be_imported_is_looked_into(m
     function.__module__ = "blocked"
     monkeypatch.setitem(sys.modules, "blocked", None)  # type: ignore[arg-type]
     assert search(nnx.remat(function)).used_unnoticed() == [model]
+
+
+def test_names_by_text():
+    """Text is taken apart at its dots, and a getter at those of its names; but not a whole book."""
+    assert names_by_text("a.b") == names_by_text(operator.attrgetter("a.b")) == ["a", "b"]
+    assert names_by_text(("a", 1, "b c")) == names_by_text(operator.itemgetter("a", 1)) == ["a"]
+    assert names_by_text(operator.methodcaller("f", "a", k=1)) == ["f", "a"]
+    assert names_by_text("To be. Or not. " * 1000) == names_by_text(3) == []
