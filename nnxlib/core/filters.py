@@ -121,25 +121,14 @@ def first_of(predicates: Sequence[FilterObject]) -> Callable[[Path, typing.Any],
 
     Where the class of a Variable decides, the predicates are asked once for the class.
     """
-    by_class: dict[type, int | None] = {}
-
-    def of_class(kind: type) -> int | None:
-        for number, predicate in enumerate(predicates):
-            taken = predicate.of_class(kind) if issubclass(kind, Variable) else None
-            if taken is not False:
-                return None if taken is None else number
-        return len(predicates)
+    of_class: dict[type, int] = {}
 
     def first(path: Path, x: typing.Any) -> int:
-        kind = type(x)
-        if kind not in by_class:
-            by_class[kind] = of_class(kind)
-        found = by_class[kind]
+        found = of_class.get(type(x))
         if found is None:
-            for found, predicate in enumerate(predicates):
-                if predicate(path, x):
-                    return found
-            return len(predicates)
+            found = next((k for k, predicate in enumerate(predicates) if predicate(path, x)), len(predicates))
+            if isinstance(x, Variable) and all(predicate.by_class for predicate in predicates[: found + 1]):
+                of_class[type(x)] = found
         return found
 
     return first
@@ -188,13 +177,10 @@ class FilterObject:
 
     __slots__ = ()
     looks_at_values: bool = False
+    by_class: bool = False  # whether it takes all Variables of a class or none: nothing but the class counts
 
     def __call__(self, path: Path, x: typing.Any) -> bool:
         raise NotImplementedError
-
-    def of_class(self, kind: type[Variable]) -> bool | None:
-        """Whether all Variables of this very class are taken, or none; None where more than the class counts."""
-        return None
 
     def __invert__(self) -> FilterObject:
         return Not._of(self)
@@ -234,11 +220,9 @@ class Everything(FilterObject):
     """Takes everything; written ``...`` or ``True``."""
 
     __slots__ = ()
+    by_class = True
 
     def __call__(self, path: Path, x: typing.Any) -> bool:
-        return True
-
-    def of_class(self, kind: type[Variable]) -> bool:
         return True
 
     def __invert__(self) -> FilterObject:
@@ -249,11 +233,9 @@ class Nothing(FilterObject):
     """Takes nothing; written ``None`` or ``False``."""
 
     __slots__ = ()
+    by_class = True
 
     def __call__(self, path: Path, x: typing.Any) -> bool:
-        return False
-
-    def of_class(self, kind: type[Variable]) -> bool:
         return False
 
     def __invert__(self) -> FilterObject:
@@ -286,8 +268,9 @@ class OfType(FilterObject):
         kind = getattr(x, "type", None)
         return isinstance(kind, builtins.type) and issubclass(kind, self.type)
 
-    def of_class(self, kind: builtins.type[Variable]) -> bool | None:
-        return None if self.looks_at_values else issubclass(kind, self.type)
+    @property
+    def by_class(self) -> bool:
+        return not self.looks_at_values
 
     def __repr__(self) -> str:
         return f"OfType({self.type.__qualname__})"
@@ -416,12 +399,12 @@ class Not(FilterObject):
     def looks_at_values(self) -> bool:
         return self.predicate.looks_at_values
 
+    @property
+    def by_class(self) -> bool:
+        return self.predicate.by_class
+
     def __call__(self, path: Path, x: typing.Any) -> bool:
         return not self.predicate(path, x)
-
-    def of_class(self, kind: type[Variable]) -> bool | None:
-        taken = self.predicate.of_class(kind)
-        return None if taken is None else not taken
 
     def __invert__(self) -> FilterObject:
         return self.predicate
@@ -458,9 +441,9 @@ class _Combination(FilterObject):
     def looks_at_values(self) -> bool:
         return any(predicate.looks_at_values for predicate in self.predicates)
 
-    def of_class(self, kind: type[Variable]) -> bool | None:
-        taken, decisive = {predicate.of_class(kind) for predicate in self.predicates}, self.absorbing.of_class(kind)
-        return decisive if decisive in taken else None if None in taken else not decisive
+    @property
+    def by_class(self) -> bool:
+        return all(predicate.by_class for predicate in self.predicates)
 
     def _values(self) -> tuple:
         return (frozenset(self.predicates),)
