@@ -113,21 +113,21 @@ def _states(
     """
     nesting, predicates = layout.nesting, filters_to_predicates(filters)
 
-    if nesting is None:  # a leaf by itself, a very deep graph, or keys that JAX cannot sort
+    # Without a nesting this is a leaf by itself, a very deep graph, or one with keys that JAX cannot sort.
+    if nesting is None or any(x.looks_at_values for x in predicates):
         flat = FlatState(zip(layout.leaf_paths, copies_of(layout, leaves()), strict=True))
         return tuple([state_of_items(group) for group in divided(flat, filters, exhaustive)])
     if not filters:
         return (State._later(_Snapshot(layout, leaves())),)
 
-    def groups_of(leaves: list[Any]) -> list[Items]:
-        return divided(FlatState.from_sorted_keys_values(nesting.paths, nesting.sort(leaves)), filters, exhaustive)
-
-    if any(x.looks_at_values for x in predicates):
-        return tuple([state_of_items(group) for group in groups_of(copies_of(layout, leaves()))])
     # The groups follow from the layout, and from the types of the arrays, which it does not know.
     variables = [objects[i] for i in layout.variables]
     arrays = leaves()[len(variables) :] if len(variables) < len(layout.leaf_paths) else []
-    paths_of_groups = lambda: [[path for path, _ in group] for group in groups_of(variables + arrays)]
+
+    def paths_of_groups() -> list[list[Path]]:
+        flat = FlatState.from_sorted_keys_values(nesting.paths, nesting.sort(variables + arrays))
+        return [[path for path, _ in group] for group in divided(flat, filters, exhaustive)]
+
     found = []
     for group in layout.grouped((predicates, exhaustive, *[type(x) for x in arrays]), paths_of_groups):
         chosen = group.within(len(variables))
