@@ -17,7 +17,9 @@ List or Dict on assignment (adopting.py).
 
 from __future__ import annotations
 
+import abc
 import copy
+import copyreg
 import dataclasses
 import functools
 import inspect
@@ -326,13 +328,6 @@ def class_attribute(cls: type, name: str) -> Any:
     return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
 
 
-def _abstract_methods(cls: type) -> frozenset[str]:
-    """The methods marked by :func:`abc.abstractmethod` that a class does not implement, as in a subclass of abc.ABC."""
-    inherited = {name for base in cls.__bases__ for name in getattr(base, "__abstractmethods__", ())}
-    named = {*vars(cls), *inherited}
-    return frozenset(name for name in named if getattr(class_attribute(cls, name), "__isabstractmethod__", False))
-
-
 def _reporting(method: Callable, name: str) -> Callable:
     """A user's ``__setattr__`` or ``__delattr__``, with a check before it, and a note of the change after it.
 
@@ -378,8 +373,8 @@ class HasAttributes(Node, HasDict):
                 setattr(cls, name, _reporting(vars(cls)[name], name))
         # A plain class in front of Module or List among the bases has its own `__dict__`, which hides the checked one.
         cls._nnx_guarded = class_attribute(cls, "__dict__") is vars(HasAttributes)["__dict__"]
-        if abstract := _abstract_methods(cls):
-            cls.__abstractmethods__ = abstract  # type: ignore[attr-defined]  # Python then refuses to make an instance
+        cls.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]  # which makes it a class for `abc`
+        abc.update_abstractmethods(cls)
 
     # What flax.nnx calls so: published code sets the first, which changes nothing, and looks names up in the second.
     _pytree__state = property(lambda self: PytreeState(owner=self), lambda self, state: None)
@@ -602,20 +597,12 @@ class Pytree(HasAttributes, PytreeSlots):
 Object = Pytree
 
 
-def _slot_names(cls: type) -> tuple[str, ...]:
-    found: list[str] = []
-    for base in cls.__mro__:
-        if base not in (Pytree, PytreeSlots, HasAttributes, HasDict, Node, object):
-            slots = base.__dict__.get("__slots__", ())
-            names = [slots] if isinstance(slots, str) else list(slots)
-            found += [_mangled(name, base) for name in names if name not in ("__dict__", "__weakref__")]
-    return tuple(found)
-
-
-def _mangled(name: str, cls: type) -> str:
-    """The name by which an attribute that a class calls ``name`` is known outside of the class (name mangling)."""
-    private = name.startswith("__") and not name.endswith("__")
-    return f"_{cls.__name__.lstrip('_')}{name}" if private else name
+def _slot_names(cls: Any) -> tuple[str, ...]:
+    """The attributes in slots of a user's class, by the names that they have outside of it (``_Net__hidden``)."""
+    if "__slotnames__" in vars(cls):  # kept for the class from which `dataclass(slots=True)` has made this one
+        del cls.__slotnames__
+    names = copyreg._slotnames(cls)  # type: ignore[attr-defined]  # as object.__getstate__ finds them
+    return tuple([name for name in names if name not in SLOTS])
 
 
 @overload

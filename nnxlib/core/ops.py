@@ -322,10 +322,7 @@ def graphdef(node: A, /) -> GraphDef[A]:
     >>> nnx.graphdef(nnx.Linear(2, 3, rngs=nnx.Rngs(0))) == nnx.graphdef(nnx.Linear(2, 3, rngs=nnx.Rngs(1)))
     True
     """
-    layout, leaves, objects = _packed(node)
-    graphdef = graphdef_of(layout, leaves)
-    note_split(graphdef, objects)
-    return graphdef
+    return split(node)[0]
 
 
 @boundary
