@@ -45,29 +45,21 @@ def holds_only_arrays(value: Any) -> bool:
     """Whether ``value`` is made of built-in containers, arrays and other pytrees of arrays, with at least one array.
 
     Such a list or dict stays plain if it is declared data: it is meant for ``jax.tree.map`` together with a batch or a
-    State, and JAX compares types.
+    State, and JAX compares types. But not if it holds the same list twice, which would come apart in a copy.
     """
-    stack, seen, arrays = [value], set(), 0
-    while stack:
-        x = stack.pop()
-        if type(x) is dict:
-            if len(set(map(type, x))) > 1:
-                return False  # JAX cannot sort keys of several types
-            stack += x.values()
-        elif type(x) is list or isinstance(x, tuple):
-            stack += x
-        elif is_array(x):
-            arrays += 1
-        elif x is not None:
-            leaves = jax.tree.leaves(x, is_leaf=is_node)
-            if not all(map(is_array, leaves)):
-                return False
-            arrays += len(leaves)
-        if type(x) in CONTAINERS:
-            if id(x) in seen:
-                return False  # it may contain itself
-            seen.add(id(x))
-    return arrays > 0
+    seen: set[int] = set()
+
+    def is_leaf(x: Any) -> bool:
+        if id(x) in seen:
+            raise ValueError
+        seen.update([id(x)] if type(x) in CONTAINERS else ())
+        return is_node(x)
+
+    try:
+        leaves = jax.tree.leaves(value, is_leaf=is_leaf)
+    except (TypeError, ValueError):  # JAX cannot sort the keys of a dict; or a list is there twice, even in itself
+        return False
+    return bool(leaves) and all(map(is_array, leaves))
 
 
 def fill_adopted(node: Any, items: Mapping[Any, Any], memo: dict[int, Any] | None = None) -> None:
