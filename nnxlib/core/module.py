@@ -632,15 +632,11 @@ def _settings_text(cls: type) -> str:
 
 def _described_arguments(docstring: str) -> dict[str, list[str]]:
     """The lines about each argument in the section ``Args:`` of a docstring."""
-    found: dict[str, list[str]] = {}
     section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", docstring, re.MULTILINE)
-    lines: list[str] = []
-    for line in inspect.cleandoc(section.group(1)).splitlines() if section else ():
-        begins = re.match(r"(\w+):\s*(.*)", line)
-        if begins:
-            lines = found[begins.group(1)] = []
-        lines += [text for text in (begins.group(2) if begins else line.strip(),) if text]
-    return found
+    text = inspect.cleandoc(section.group(1)) if section else ""
+    _, *found = re.split(r"^(\w+):", text, flags=re.MULTILINE)  # a name, the text about it, the next name ...
+    lines = [[line.strip() for line in about.splitlines() if line.strip()] for about in found[1::2]]
+    return dict(zip(found[::2], lines, strict=True))
 
 
 def _view_parameters(cls: Any) -> dict[str, inspect.Parameter]:

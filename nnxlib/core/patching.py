@@ -12,7 +12,6 @@ values as after an earlier transition, not even they are described.
 from __future__ import annotations
 
 import bisect
-import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -26,13 +25,13 @@ from .making import NO_METADATA
 from .objects import Node
 from .rows import NodeRow, Ref
 from .stamps import gone, stamping, with_stamp
-from .static import Const, same_items
+from .static import Const, holds_same, same_items
 from .walk import Walk
 
 _TRANSITIONS = 7  # how many each variant remembers, besides the newest
 
 
-Contents = dict[int, tuple[dict, tuple, list]]  # row of a node -> its marks, (its class, *names of fields), values
+Contents = dict[int, tuple[type, dict, dict]]  # row of a node -> its class, its marks, and what it holds
 
 
 def patched(table: LiveTable, root: Any) -> bool:
@@ -100,16 +99,15 @@ def _variant_of(table: LiveTable, layout: Layout, shortcuts: dict[Any, Any]) -> 
 
 def _contents(table: LiveTable, nodes: Iterable[Node]) -> Contents:
     """The present contents of some nodes of a table."""
-    held = {table.index[id(x)]: (x, x._nnx_contents()) for x in nodes}
-    return {i: (x._nnx_marks or NO_METADATA, (type(x), *items), [*items.values()]) for i, (x, items) in held.items()}
+    return {table.index[id(x)]: (type(x), x._nnx_marks or NO_METADATA, x._nnx_contents()) for x in nodes}
 
 
 def _are_same(a: Contents, b: Contents) -> bool:
-    return a.keys() == b.keys() and all(_is_same(a[i], b[i]) for i in a)
-
-
-def _is_same(a: tuple[dict, tuple, list], b: tuple[dict, tuple, list]) -> bool:
-    return a[1] == b[1] and all(map(operator.is_, a[2], b[2])) and same_items(a[0], b[0])
+    """Whether some nodes hold the very same values as some others."""
+    return a.keys() == b.keys() and all(
+        kind is b[i][0] and same_items(marks, b[i][1]) and holds_same(held, b[i][2])
+        for i, (kind, marks, held) in a.items()
+    )
 
 
 def _after(variant: Variant, contents: Contents) -> tuple[Variant, Layout] | None:

@@ -256,14 +256,12 @@ def flatten_mapping(
     pairs = [pair for pair in _flatten(xs, is_leaf) if keep_empty_nodes or pair[1] is not empty_node]
     if sep is None:
         return dict(pairs)
-    named = {sep.join(map(str, path)): leaf for path, leaf in pairs}
-    if len(named) < len(pairs):
-        paths: dict[str, Path] = {}
-        for path, _ in pairs:
-            other = paths.setdefault(sep.join(map(str, path)), path)
-            if other is not path:
-                raise PathError(f"With sep={sep!r}, {other} and {path} have the same name. Choose another separator.")
-    return named
+    paths: dict[str, Path] = {}
+    for path, _ in pairs:
+        other = paths.setdefault(sep.join(map(str, path)), path)
+        if other is not path:
+            raise PathError(f"With sep={sep!r}, {other} and {path} have the same name. Choose another separator.")
+    return dict(zip(paths, [leaf for _, leaf in pairs], strict=True))
 
 
 def _flatten(xs: Mapping[Any, Any], is_leaf: Callable[[Path, Any], bool] | None) -> Iterator[tuple[Path, Any]]:
