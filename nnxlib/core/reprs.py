@@ -278,51 +278,22 @@ def entry_text(label: str, text: str) -> str:
     return label + text.replace("\n", "\n" + " " * len(label))
 
 
-def levels_text(mapping: Mapping[Any, Any]) -> str:
-    """Write nested mappings: a level on one line where it fits into 100 columns, else one line for each key."""
-    known: dict[int, tuple[Any, str]] = {}  # by id; a value is tried on the line of each level around it
+def levels_text(level: Mapping[Any, Any], width: int = 90, columns: int = WIDTH - 1) -> str:
+    """Write nested mappings: a level on one line where that fits into the width, else one line for each key.
 
-    def text_of(value: Any) -> str:
-        if id(value) not in known:
-            known[id(value)] = value, repr(value)
-        return known[id(value)][1]
-
-    if text := _one_line(mapping, 90, text_of):
-        return text
-    lines, stack = ["{"], [iter(mapping.items())]
-    while stack:
-        indent = "  " * len(stack)
-        for key, value in stack[-1]:
-            label = f"{indent}{key!r}: "
-            if not isinstance(value, Mapping):
-                lines.append(entry_text(label, text_of(value)) + ",")
-            elif text := _one_line(value, 99 - len(label), text_of):
-                lines.append(f"{label}{text},")
-            else:
-                lines.append(label + "{")
-                stack.append(iter(value.items()))
-                break
-        else:
-            stack.pop()
-            lines.append("  " * len(stack) + ("}," if stack else "}"))
-    return "\n".join(lines)
-
-
-def _one_line(level: Mapping[Any, Any], width: int, text_of: Callable[[Any], str]) -> str | None:
-    """The level on one line, or None if that takes more columns; the width limits the recursion."""
-    parts, width = [], width - len("{}")
+    ``columns`` are those of the lines, to the right of where the text will stand; the mappings are not very deep.
+    """
+    columns -= len("  ")
+    texts = []
     for key, value in level.items():
         label = f"{key!r}: "
-        width -= len(label)
-        if isinstance(value, Mapping):
-            text = _one_line(value, width, text_of) if width > 0 else None
-        else:
-            text = text_of(value)
-        if text is None or len(text) > width or "\n" in text:
-            return None
-        parts.append(label + text)
-        width -= len(text) + len(", ")
-    return "{" + ", ".join(parts) + "}"
+        is_level = isinstance(value, Mapping)
+        text = levels_text(value, columns - len(label), columns) if is_level else repr(value)
+        texts.append(label + text if is_level else entry_text(label, text))
+    line = f"{{{', '.join(texts)}}}"
+    if len(line) <= width and "\n" not in line:
+        return line
+    return "\n".join(["{", *(entry_text("  ", text) + "," for text in texts), "}"])
 
 
 LARGE = 200  # leaves of a State; beyond, what is alike or deep is folded
