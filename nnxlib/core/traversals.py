@@ -10,8 +10,6 @@ level as :class:`IntKey`, an int in every other respect. No other level pays for
 
 from __future__ import annotations
 
-import functools
-import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -180,16 +178,13 @@ def nested(items: Iterable[tuple[Path, Any]]) -> dict:
                     raise PathError(f"A path is a tuple of keys, not text: write {(path,)} or {keys}.")
                 above = tuple(above)
             parent, level = above, root  # text never equals it
-            for key in above:
+            for n, key in enumerate(above, 1):
                 below = level.get(key)
                 if type(below) is not dict or (held and id(below) in held):
                     if key in level:
-                        raise _clash(next(path[: n + 1] for n in range(len(path)) if _at(root, path[:n]) is level))
+                        raise _clash(path[:n])
                     below = {}
-                    if type(next(iter(level), key)) is type(key):
-                        level[key] = below
-                    else:
-                        insert(level, key, below)
+                    insert(level, key, below)
                 level = below
             kind = type(next(iter(level), path[-1]))
         if leaf is empty_node:
@@ -205,11 +200,6 @@ def nested(items: Iterable[tuple[Path, Any]]) -> dict:
             insert(level, key, leaf)
             kind = type(next(iter(level)))
     return root
-
-
-def _at(root: dict, path: Path) -> Any:
-    """What nested dicts have at a path."""
-    return functools.reduce(operator.getitem, path, root)
 
 
 def _clash(path: Path) -> PathError:
