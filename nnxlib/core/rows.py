@@ -14,6 +14,8 @@ Rows and specs are plain data, compared by value: two models with equal rows hav
 
 from __future__ import annotations
 
+import itertools
+import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast, final
@@ -199,12 +201,9 @@ def leaves_by_field(row: NodeRow) -> list[range]:
 
 def touched_rows(rows: Sequence[Row], touched: Iterable[Owner]) -> dict[int, NodeRow]:
     """The rows of the nodes that hold touched leaves, with ``SAME`` in fields that hold none of these."""
-    numbers: dict[int, set[int]] = {}
-    for i, k in touched:
-        numbers.setdefault(i, set()).add(k)
     found = {}
-    for i, chosen in sorted(numbers.items()):
-        row = rows[i]
+    for i, group in itertools.groupby(sorted(touched), key=operator.itemgetter(0)):
+        row, chosen = rows[i], {k for _, k in group}
         if type(row) is NodeRow:
             pairs = zip(row.fields, leaves_by_field(row), strict=True)
             fields = [(name, SAME if chosen.isdisjoint(own) else spec) for (name, spec), own in pairs]

@@ -459,8 +459,7 @@ class Variable(ArrayOperators[A], VariableSlots):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._metadata, *dir(self._nnx_value)})
 
-    def __hash__(self) -> int:
-        return id(self) >> 4
+    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         """Write it with its size: ``Param(float32[2, 3], out_sharding=(None, 'model'))``; never raises."""
