@@ -14,6 +14,7 @@ it passes a function that compares two values, and ignores other differences.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -78,25 +79,23 @@ def refuse(found: Sequence[Difference], head: str, remedy: str, error: type[Exce
 
 def path_hint(unknown: Sequence[Path], known: Sequence[Path]) -> str:
     """What may have been meant by unknown paths: a near name, a path that was written as one key, or what is there."""
-    levels: dict[str, dict[str, None]] = {}  # by path, the keys that are there
+    top: dict[str, Any] = {}  # the keys that are there, with those below each
     for path in known:
-        for n, key in enumerate(path):
-            levels.setdefault(format_path(path[:n]), {})[str(key)] = None
+        functools.reduce(lambda level, key: level.setdefault(str(key), {}), path, top)
     there = ""
     for path in map(with_ints, unknown):
-        n = 0
-        while n < len(path) and str(path[n]) in levels.get(format_path(path[:n]), ()):
-            n += 1
-        level, key = format_path(path[:n]), str(path[n]) if n < len(path) else ""
-        names = [*levels.get(level, ())]
+        names, n = top, 0
+        while n < len(path) and str(path[n]) in names:
+            names, n = names[str(path[n])], n + 1
+        key = str(path[n]) if n < len(path) else ""
         if near := did_you_mean([key], names):
             return near
         for sep in "./":
             if sep in key and key.split(sep)[0] in names:
                 return f" Each level has its own key: nnx.traversals.unflatten_mapping(state, sep={sep!r}) nests them."
-        found = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        found = ", ".join([*names][:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
         if found and not there:
-            there = f" {level if n else 'It'} has: {found}."
+            there = f" {format_path(path[:n]) if n else 'It'} has: {found}."
     return there
 
 

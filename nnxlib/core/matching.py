@@ -20,7 +20,7 @@ from .errors import Path, StateMismatchError, describe
 from .layout import Layout
 from .state import FlatState, State, is_boxed
 from .tracing import Tracer
-from .traversals import sorted_by_path
+from .traversals import empty_node, flattened, sorted_by_path
 from .variables import Variable, stored_value
 
 
@@ -141,13 +141,13 @@ def _items(state: Any, number: int, known: Collection[Path], plain: set[tuple[st
     elif isinstance(state, Variable) or () in known:
         yield (), state
     elif isinstance(state, Mapping):
-        stack: list[tuple[Path, Any]] = [((), state.raw_mapping if isinstance(state, State) else state)]
-        while stack:
-            path, value = stack.pop()
-            if isinstance(value, Mapping) and not (plain and tuple([str(k) for k in path]) in plain):
-                stack.extend(((*path, key), child) for key, child in reversed(list(value.items())))
-            else:
-                yield path, value
+
+        def children(path: Path, value: Any) -> Any:
+            is_level = isinstance(value, Mapping) and not (plain and tuple([str(k) for k in path]) in plain)
+            return value.items() if is_level else None
+
+        found = flattened(state.raw_mapping if isinstance(state, State) else state, children)
+        yield from (pair for pair in found if pair[1] is not empty_node)
     elif isinstance(state, list | tuple):
         for item in state:
             yield from _items(item, number, known, plain)
