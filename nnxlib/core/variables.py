@@ -459,7 +459,7 @@ class Variable(ArrayOperators[A], VariableSlots):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._metadata, *dir(self._nnx_value)})
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]  # by identity; the operators include `==`
 
     def __repr__(self) -> str:
         """Write it with its size: ``Param(float32[2, 3], out_sharding=(None, 'model'))``; never raises."""
