@@ -36,7 +36,6 @@ prepared once for each layout to make building fast (blueprint.py).
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -172,16 +171,11 @@ class After(NamedTuple):
     @property
     def leaf_paths(self) -> tuple[tuple, ...]:
         """The path of each leaf of the Delta; that of a leaf of the output begins with ``<output>``."""
-
-        @functools.cache
-        def held_by(row: int) -> list[tuple]:
-            """The paths of the leaves that a node, or the output, holds itself."""
-            if row == ROOT:
-                return own_leaf_paths(self.delta.root, (errors.OUTPUT,))
-            return own_leaf_paths(cast(NodeRow, self.rows[row]), self.walk.paths[row])
-
-        variables = self.walk.cells
-        return tuple([self.walk.paths[row] if row in variables else held_by(row)[k] for row, k in self.owners])
+        paths, variables = self.walk.paths, self.walk.cells
+        nodes = {row for row, _ in self.owners} - variables.keys() - {ROOT}
+        held = {row: own_leaf_paths(cast(NodeRow, self.rows[row]), paths[row]) for row in nodes}
+        held[ROOT] = own_leaf_paths(self.delta.root, (errors.OUTPUT,))
+        return tuple([paths[row] if row in variables else held[row][k] for row, k in self.owners])
 
     @classmethod
     def of(cls, walk: Walk, rows: Sequence[Row], delta: Delta) -> After:
