@@ -47,12 +47,13 @@ def holds_only_arrays(value: Any) -> bool:
     Such a list or dict stays plain if it is declared data: it is meant for ``jax.tree.map`` together with a batch or a
     State, and JAX compares types. But not if it holds the same list twice, which would come apart in a copy.
     """
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # by id; keeps alive what the class of a pytree makes when it is flattened
 
     def is_leaf(x: Any) -> bool:
         if id(x) in seen:
             raise ValueError
-        seen.update([id(x)] if type(x) in CONTAINERS else ())
+        if type(x) in CONTAINERS:
+            seen[id(x)] = x
         return is_node(x)
 
     try:

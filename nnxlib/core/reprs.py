@@ -281,7 +281,8 @@ def entry_text(label: str, text: str) -> str:
 def levels_text(level: Mapping[Any, Any], width: int = 90, columns: int = WIDTH - 1) -> str:
     """Write nested mappings: a level on one line where that fits into the width, else one line for each key.
 
-    ``columns`` are those of the lines, to the right of where the text will stand; the mappings are not very deep.
+    ``columns`` are those of the lines, to the right of where the text will stand. It is recursive, so for mappings that
+    are not :func:`large <is_large>`.
     """
     columns -= len("  ")
     texts = []
