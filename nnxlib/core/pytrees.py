@@ -237,16 +237,12 @@ def _known_if_unflattened(root: Any) -> KnownShape | None:
         found = _unflattened_below(root, weakref.ref(stamp))
     if found is None:
         return None
-    nodes, parents, shapes, mutable, held = found
-    objects, foreign = [x for x in held if isinstance(x, Identified)], Foreign()
-    others = [x for x in held if x is not None and not isinstance(x, (Identified, tuple))]
+    nodes, parents, shapes, mutable, seen, others = found
+    foreign = Foreign()
     if not jtu.all_leaves(others):
         inner = _variables_in(others, foreign)
-        if inner is None:
+        if inner is None or len(seen.union(map(id, inner))) < len(seen) + len(inner):
             return None
-        objects += inner
-    if len(set(map(id, objects))) < len(objects):
-        return None
     if any(mutable):
         for k in range(len(nodes) - 1, 0, -1):  # what a node holds has a higher number
             mutable[parents[k]] = [*mutable[parents[k]], *mutable[k]]
@@ -276,14 +272,15 @@ def _variables_in(trees: Iterable[Any], foreign: Foreign) -> list[Identified] | 
 
 def _unflattened_below(
     root: Any, stamp: weakref.ref[Stamp]
-) -> tuple[list[Any], list[int], list[NodeShape], list[Mutable], list[Any]] | None:
-    """Attach the stamp to the nodes from ``root`` down, and list them: (nodes, parents, shapes, mutable, held).
+) -> tuple[list[Any], list[int], list[NodeShape], list[Mutable], set[int], list[Any]] | None:
+    """Attach the stamp to the nodes from ``root`` down, and list them: (nodes, parents, shapes, mutable, seen, others).
 
     ``parents`` has for each the number of the node that holds it, ``mutable`` its static values that can be changed in
-    place; ``held`` is all that they hold. None if a node is there twice, or has lost the shape that it came from.
+    place, ``seen`` the ids of all nodes and Variables; ``others`` is what they hold besides. None if one of these is
+    there twice, or a node has lost the shape that it came from.
     """
     stamps = (stamp,)
-    nodes, parents, held, seen = [root], [0], list[Any](), {id(root)}
+    nodes, parents, seen, others = [root], [0], {id(root)}, list[Any]()
     shapes: list[NodeShape] = []
     mutable: list[Mutable] = []
     for k, node in enumerate(nodes):  # more are appended
@@ -294,18 +291,20 @@ def _unflattened_below(
         contents = shape.open(node)
         children = [*shape.take(contents)]
         for child in children:  # more are appended
-            if isinstance(child, Node):
+            if isinstance(child, Identified):
                 if id(child) in seen:
                     return None
                 seen.add(id(child))
-                nodes.append(child)
-                parents.append(k)
+                if isinstance(child, Node):
+                    nodes.append(child)
+                    parents.append(k)
             elif isinstance(child, tuple):
                 children += child
-        held += children
+            elif child is not None:
+                others.append(child)
         shapes.append(shape)
         mutable.append([Editable(contents[name], shape.statics[name]) for name in shape.mutable])
-    return nodes, parents, shapes, mutable, held
+    return nodes, parents, shapes, mutable, seen, others
 
 
 def _mutable_below(node: Any, row: NodeRow, below: Sequence[Mutable | None]) -> Mutable | None:
