@@ -298,62 +298,62 @@ class FlatState(Sequence[tuple[Path, V]]):
     ((('a',), 2), 1, True, [('a',), ('b', 'x')])
     """
 
-    __slots__ = ("__weakref__", "_leaves", "_paths", "_positions")
-    _paths: tuple[Path, ...]
-    _leaves: list[V]
+    __slots__ = ("__weakref__", "_keys", "_positions", "_values")
+    _keys: tuple[Path, ...]  # code for flax.nnx reads these two
+    _values: list[V]
     _positions: dict[Path, int] | None  # the position of each path; made when first asked for
 
     def __init__(self, items: Flat, /, *, sort: bool = True):
         pairs = list(_as_pairs(items))
         if sort:
             pairs = sorted_by_path(pairs, operator.itemgetter(0))
-        self._paths, self._leaves = tuple([path for path, _ in pairs]), [leaf for _, leaf in pairs]
+        self._keys, self._values = tuple([path for path, _ in pairs]), [leaf for _, leaf in pairs]
         self._positions = None
 
     @classmethod
     def from_sorted_keys_values(cls, keys: tuple[Path, ...], values: Iterable[V], /) -> FlatState[V]:
         """Make a FlatState of paths that are sorted already, and a leaf for each."""
         self = object.__new__(cls)
-        self._paths, self._leaves, self._positions = tuple(keys), list(values), None
-        if len(self._paths) != len(self._leaves):
-            raise errors.UsageError(f"A FlatState of {len(self._paths)} paths was given {len(self._leaves)} leaves.")
+        self._keys, self._values, self._positions = tuple(keys), list(values), None
+        if len(self._keys) != len(self._values):
+            raise errors.UsageError(f"A FlatState of {len(self._keys)} paths was given {len(self._values)} leaves.")
         return self
 
     @property
     def paths(self) -> tuple[Path, ...]:
         """The paths, in order."""
-        return self._paths
+        return self._keys
 
     @property
     def leaves(self) -> list[V]:
         """The leaves, in the order of their paths."""
-        return self._leaves
+        return self._values
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return FlatState.from_sorted_keys_values(self._paths[index], self._leaves[index])
+            return FlatState.from_sorted_keys_values(self._keys[index], self._values[index])
         if isinstance(index, tuple):
-            return self._leaves[self._by_path()[index]]
-        return self._paths[index], self._leaves[index]
+            return self._values[self._by_path()[index]]
+        return self._keys[index], self._values[index]
 
     def __setitem__(self, path: Path, leaf: V) -> None:
-        self._leaves[self._by_path()[path]] = leaf
+        self._values[self._by_path()[path]] = leaf
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._keys)
 
     def __iter__(self) -> Iterator[tuple[Path, V]]:
-        return map(_Pair, zip(self._paths, self._leaves))
+        return map(_Pair, zip(self._keys, self._values))
 
     def __contains__(self, item: object) -> bool:
         match item:
             case (tuple(path), leaf):
-                return path in self._paths and _same(self[path], leaf)
-        return item in self._paths
+                return path in self._keys and _same(self[path], leaf)
+        return item in self._keys
 
     def _by_path(self) -> dict[Path, int]:
         if self._positions is None:
-            self._positions = {path: k for k, path in enumerate(self._paths)}
+            self._positions = {path: k for k, path in enumerate(self._keys)}
         return self._positions
 
     def keys(self) -> KeysView[Path]:
@@ -362,7 +362,7 @@ class FlatState(Sequence[tuple[Path, V]]):
 
     def values(self) -> list[V]:
         """The leaves, in the order of their paths."""
-        return list(self._leaves)
+        return list(self._values)
 
     def items(self) -> Iterator[tuple[Path, V]]:
         """The pairs of path and leaf."""
@@ -392,7 +392,7 @@ class FlatState(Sequence[tuple[Path, V]]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, FlatState):
             return NotImplemented
-        return self._paths == other._paths and all(map(_same, self._leaves, other._leaves))
+        return self._keys == other._keys and all(map(_same, self._values, other._values))
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -329,6 +329,18 @@ def test_a_state_is_made_of_levels_that_need_no_copy():
         assert both.to_pure_dict() == {"layers": levels}
 
 
+def test_a_flat_state_keeps_its_paths_and_leaves_under_the_names_of_flax():
+    """Read by code that goes through both in step: shards weights by rule, loads a part of them, lists LoRA modules."""
+    state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    for flat in (state.flat_state(), nnx.FlatState(state.flat_state(), sort=False), nnx.to_flat_state(state)[:2]):
+        assert flat._keys == flat.paths == (("bias",), ("kernel",))
+        assert flat._values[1] is flat["kernel",]
+    for path, leaf in zip(flat._keys, flat._values):
+        if path[-1] == "kernel":
+            leaf.value = jnp.ones((2, 3))
+    assert (state.kernel == 1).all()
+
+
 def test_a_bound_method_is_taken_apart():
     """For a transform that treats the Module otherwise than the other arguments; other callables stay whole."""
     from nnxlib.transforms.transforms import _resolve_bound_callable
