@@ -12,6 +12,7 @@ from typing import Any
 from ..core.metadata import VariableMetadata as VariableMetadata
 from ..core.metadata import with_metadata as with_metadata
 from ..core.metadata import with_partitioning as with_partitioning
+from ..core.variable_names import TYPE_OF_NAME as VariableTypeCache  # noqa: F401
 from ..core.variable_names import register_variable_name as register_variable_name
 from ..core.variable_names import variable_name_from_type as variable_name_from_type
 from ..core.variable_names import variable_type_from_name as variable_type_from_name

@@ -12,7 +12,7 @@ from .errors import VariableNameError
 from .missing import MISSING
 from .variables import BatchStat, Cache, Intermediate, Param, Perturbation, Variable
 
-_TYPE_OF_NAME: dict[str, type[Variable]] = {}
+TYPE_OF_NAME: dict[str, type[Variable]] = {}
 _NAME_OF_TYPE: dict[type[Variable], str] = {}
 
 
@@ -32,12 +32,12 @@ def register_variable_name(name: str, typ: Any = MISSING, *, overwrite: bool = F
     """
     if typ is MISSING:
         return functools.partial(register_variable_name, name, overwrite=overwrite)
-    owner: type = _TYPE_OF_NAME.get(name) or typ
+    owner: type = TYPE_OF_NAME.get(name) or typ
     if not overwrite and not is_defined_again(owner, typ):
         raise VariableNameError(
             f"The name {name!r} belongs to {owner.__name__}; pass overwrite=True to give it to {typ.__name__}."
         )
-    _TYPE_OF_NAME[name], _NAME_OF_TYPE[typ] = typ, name
+    TYPE_OF_NAME[name], _NAME_OF_TYPE[typ] = typ, name
     return typ
 
 
@@ -51,19 +51,19 @@ def variable_type_from_name(name: str, /, *, base: type[Variable] = Variable, al
     Raises:
       VariableNameError: if no class has the name.
     """
-    if name not in _TYPE_OF_NAME:
+    if name not in TYPE_OF_NAME:
         if not allow_register:
             raise VariableNameError(
-                f"No Variable type is registered under {name!r}; known names: {sorted(_TYPE_OF_NAME)}. Use "
+                f"No Variable type is registered under {name!r}; known names: {sorted(TYPE_OF_NAME)}. Use "
                 "nnx.register_variable_name, or allow_register=True."
             )
         register_variable_name(name, type(name, (base,), {"__slots__": ()}))
-    return _TYPE_OF_NAME[name]
+    return TYPE_OF_NAME[name]
 
 
 def type_of_name(name: str) -> type[Variable] | None:
     """The Variable class of a collection name, or None."""
-    return _TYPE_OF_NAME.get(name)
+    return TYPE_OF_NAME.get(name)
 
 
 def variable_name_from_type(typ: type[Variable], /, *, allow_register: bool = False) -> str:

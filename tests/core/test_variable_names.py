@@ -49,6 +49,13 @@ def test_a_class_that_is_defined_again_takes_over_its_name():
     assert run_cell() is nnx.variable_type_from_name("test_twice")
 
 
+def test_the_names_that_are_taken_can_be_read():
+    """Libraries ask the registry before they register types of their own (jax2onnx: those of random streams)."""
+    assert "test_counts" not in nnx.variablelib.VariableTypeCache
+    nnx.register_variable_name("test_counts", type("TestCounts", (nnx.Variable,), {}))
+    assert nnx.variablelib.VariableTypeCache["test_counts"] is nnx.variable_type_from_name("test_counts")
+
+
 def test_names_made_on_demand():
     """allow_register makes a class for a name, and a name for a class."""
     kind = nnx.variable_type_from_name("test_made", base=nnx.Cache, allow_register=True)
