@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from .annotations import parameters_of, signature_as_text
 from .calls import current_collector, is_observed, observed, recorded_types, recorder_for
 from .containers import MODULE_METHODS, Dict, List, holds_data
-from .errors import ArgumentError, Path, UsageError, accepts, describe, describe_nested, did_you_mean
+from .errors import ArgumentError, Path, UsageError, accepts, describe, describe_nested, did_you_mean, format_path
 from .filters import Filter, to_predicate
 from .formulas import broadcasts
 from .iteration import iter_children, iter_objects
@@ -593,9 +593,11 @@ def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **s
     known = {name for names in accepted.values() for name in names}
     missing = settings.keys() - known
     if raise_if_not_found and missing:
+        places = [(*path, name) for path, x in iter_modules(node) for name in missing if _can_set(x, name)]
+        attribute = f" {format_path(places[0])} is an attribute, which nnx.with_attributes sets." if places else ""
         raise UsageError(
             f"Unused keys found in nnx.view: {sorted(missing)}; no Module{_taken_by(only)} has such settings. "
-            f"nnx.view_info(model) lists them.{did_you_mean(missing, known)}"
+            f"nnx.view_info(model) lists them.{did_you_mean(missing, known)}{attribute}"
         )
     return made
 

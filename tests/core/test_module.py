@@ -449,6 +449,14 @@ def test_view_with_a_filter_and_unknown_settings():
     assert nnx.view(m, deterministc=True, raise_if_not_found=False)[0].deterministic is False
 
 
+def test_view_says_that_a_setting_is_an_attribute():
+    """A class without set_view has its mode in an attribute; the message names it, and what sets it."""
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    layer.deterministic = False
+    with pytest.raises(ValueError, match=r" layers\[1\]\.deterministic is an attribute, .*with_attributes"):
+        nnx.view(nnx.Sequential(nnx.relu, layer), deterministic=True)
+
+
 def test_view_keeps_sharing():
     """A Module under two names is one Module in the view."""
     m = Net()
