@@ -267,7 +267,9 @@ class CustomVjp(_Custom):
         def run(*args: Any) -> Any:
             out, residuals = as_pair(rule(*saved, *args), _FORWARD)
             nondiff, _ = as_bound([args[i] for i in call.nondiff], {})
-            return pack((nondiff, residuals)), out
+            table = pack({"nondiff": nondiff, "residuals": residuals})
+            check_traceable(table.layout, table.leaves)
+            return table, out
 
         leaves = call.shown(leaves) if symbolic else leaves
         (packed, _), after = cross(run, call.layout, leaves, part=operator.itemgetter(1))
@@ -276,13 +278,13 @@ class CustomVjp(_Custom):
     @classmethod
     def _recompute(cls, call: _Call, rule: Callable, saved: tuple, *leaves: Any) -> Any:
         """What a rule computes in between, given the residuals of the forward pass."""
-        (_, residuals), _ = build(saved[1].layout, saved[0])
+        _, residuals = build(saved[1].layout, saved[0])[0].values()
         return cls._forward(call, rule, False, [*leaves], [residuals])
 
     def _backward(self, call: _Call, rule: Callable, method: str, saved: tuple, gradients: tuple, *accums: Any) -> Any:
         """What a rule computes in the backward pass: the gradients, and logs."""
         leaves, table = saved
-        (nondiff, residuals), _ = build(table.layout, leaves)
+        nondiff, residuals = build(table.layout, leaves)[0].values()
         values = _without_symbols(gradients[2], gradients[0])
         of_arguments, of_output, paths = call.gradients(values, gradients[2], self._of_all)
         if accums:

@@ -439,6 +439,10 @@ WRONG = {
         "they differ in the structure of a Module",
     ),
     "text": (lambda: doubled()(nnx.Dict(x=nnx.Param("text")), A), r"The Variable args\[0\].x holds a str"),
+    "residual": (
+        with_rule(lambda m, a: (product(m, a), (m, {"op": "add"})), gives((None, None))),
+        r"residuals\[1\].op is a str",
+    ),
     "jvp": (with_jvp(lambda p, t: (product(*p), jnp.ones(3))), r"tangent of <output> must be float32\[\]"),
     "jvp pair": (with_jvp(lambda p, t: product(*p)), r"must return a pair \(output, tangent\)"),
 }
