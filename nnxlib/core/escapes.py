@@ -20,6 +20,9 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
+import jax
+from jax.tree_util import tree_leaves
+
 from .errors import TraceContextError, describe, place_of
 from .graph import After
 from .inputs import peek
@@ -28,7 +31,7 @@ from .look_ups import HOLDERS, held_by
 from .objects import Node
 from .rows import NodeRow, statics_in
 from .static import Const, dict_of
-from .tracing import in_current_trace
+from .tracing import Place, in_current_trace
 from .variables import Variable
 
 _MOST = 10_000  # objects to visit for one value, which may refer to half of a program
@@ -92,6 +95,16 @@ def without_escapes(after: After, layout: Layout, borrowed: Iterable[Any]) -> Af
     return _with_statics(after, ended) if ended else after
 
 
+def warn_of_escapes(after: After) -> None:
+    """Warn of what comes out of a derivative as it is, since JAX cannot trace it, and holds tracers of that."""
+    for k, leaf in enumerate(after.leaves):
+        for x in tree_leaves(leaf):  # of a pytree in a Variable
+            found = None if isinstance(x, jax.Array) else _find(x, in_current_trace, {})
+            if found is not None:
+                where, kind = place_of(after.leaf_paths[k]), type(x).__name__
+                Place().warn(_OPAQUE.format(where=where, kind=kind, what=describe(found)))
+
+
 def _with_statics(after: After, replaced: dict[int, dict[Any, Const]]) -> After:
     """The table with other static values in fields of new nodes, given by row and name."""
     rows = list(after.rows)
@@ -105,6 +118,10 @@ def _with_statics(after: After, replaced: dict[int, dict[Any, Const]]) -> After:
 _ESCAPES = """\
 The static value at {where} ({value!r:.80}) refers to a value of the JAX transformation that is running ({what}), \
 which ends with it. Nothing has been written."""
+_OPAQUE = """\
+{where} is set to a {kind}, which refers to a value of the derivative that is taken ({what}). JAX does not look into \
+such an object, and the value cannot be used afterwards (UnexpectedTracerError). Register the class (a dataclass: by \
+jax.tree_util.register_dataclass), or make it an nnx.Pytree (@nnx.dataclass); or return arrays, in a tuple or a dict."""
 _ENDED = """\
 {name} at {where} refers to a value of the JAX transformation in which it was made ({what}). That has ended, so it \
 cannot be called any more."""

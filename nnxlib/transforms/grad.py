@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from ..core.escapes import warn_of_escapes
 from ..core.graph import commit
 from ..core.missing import MISSING
 from ..core.operators import unwrapped
@@ -107,6 +108,7 @@ def value_and_grad(
             def pure(inputs: list[Any]) -> tuple[Any, tuple[list[Any], Outcome]]:
                 aux_of = lambda out: split_aux(out)[1] if has_aux else None
                 out, after = cross(function, packed.layout, tangents.put(leaves, inputs), part=aux_of)
+                warn_of_escapes(after)
                 return unwrapped(out[0] if has_aux else out), (after.leaves, Outcome(after.delta))
 
             pure = named(pure, function, tangents.take(packed.layout.leaf_paths), ())

@@ -39,6 +39,7 @@ def check_returned(after: After) -> None:
             raise kind(
                 f"{place_of(after.leaf_paths[k])} is set to a {type(leaf).__name__} ({leaf!r:.80}), which cannot come "
                 "out of a compiled function. Return arrays, and keep other values in static attributes or outside."
+                + (_OF_ARRAYS if dataclasses.is_dataclass(leaf) else "")
             ) from None
 
 

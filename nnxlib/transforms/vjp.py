@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from ..core.errors import OUTPUT, ArgumentError, describe
+from ..core.escapes import warn_of_escapes
 from ..core.graph import Packed, commit, pack
 from ..core.missing import MISSING, is_missing
 from ..core.packing import pack_live
@@ -83,6 +84,7 @@ class Derivation:
         except TypeError as error:
             note_abstract(error, self.packed.layout, self.packed.leaves)
             raise
+        warn_of_escapes(after)
         found = Tangents.of_leaves(primal.layout, primal.leaves)
         return found.take(primal.leaves), (after.leaves, Outcome(after.delta), found)
 

@@ -1,8 +1,10 @@
 """nnx.grad and nnx.value_and_grad: which leaves, what comes back, what changes on the way, errors."""
 
+import dataclasses
 import functools
 import inspect
 import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -262,6 +264,23 @@ def test_aux():
     other, aux = nnx.grad(f, has_aux=True)(layer, X)
     assert shown(other)["w"] == W["w"]
     assert aux["new"] is layer.new
+
+
+def test_aux_of_a_class_that_jax_does_not_know():
+    """It comes out as it is, so a tracer in it does, too; that is a warning, with what to do."""
+
+    @dataclasses.dataclass
+    class Out:
+        y: Any
+
+    held, registered = Out(X), jax.tree_util.register_dataclass(dataclasses.make_dataclass("Registered", ["y"]))
+    for run in (lambda f: nnx.grad(f, has_aux=True)(Layer()), lambda f: nnx.vjp(f, Layer())):
+        run(lambda m: (loss(m, X), held))
+        run(lambda m: (loss(m, X), registered(m(X))))
+        with pytest.warns(UserWarning, match=r"<output>.* is set to a Out, .*register_dataclass"):
+            run(lambda m: (loss(m, X), Out(m(X))))
+    with pytest.raises(errors.OutputError, match="register_dataclass"):
+        nnx.jit(lambda m: Out(m(X)))(Layer())
 
 
 def test_the_same_numbers_as_jax():
