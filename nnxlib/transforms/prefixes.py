@@ -268,7 +268,9 @@ def _first_misfit(prefix: Any, tree: Any, path: tuple = ()) -> tuple[tuple, Any,
 
 
 def _at(name: str, path: tuple, entry: Any, value: Any) -> str:
-    return f"{format_path(path, name)} is {entry!r}, but the value there is {describe_nested(value)}"
+    said = f"{format_path(path, name)} is {entry!r}, but the value there is {describe_nested(value)}"
+    is_own = type(entry) is type(value) and not isinstance(entry, tuple | list | dict)
+    return f"{said} with other static parts, which its class gives to JAX beside the children" if is_own else said
 
 
 def argument_entries(prefix: Any, args: tuple, name: str) -> list[Any]:

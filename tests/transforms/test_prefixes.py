@@ -1,7 +1,9 @@
 """Prefixes: labels by filter, and entries for nodes and leaves."""
 
 import copy
+import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -230,6 +232,20 @@ def test_a_prefix_that_does_not_fit(prefix, problem):
     shown = re.escape(repr(prefix))
     with pytest.raises(PrefixError, match=rf"(?s)^in_axes={shown} {problem}.*\. Give one label for all"):
         broadcast_prefix(prefix, (Net(), 1.0, {"k": 1.0}), "in_axes")
+
+
+def test_a_prefix_of_the_class_of_the_value_with_other_static_parts():
+    """None in place of a label leaves no leaf there, which a class may note in what it gives JAX beside its leaves."""
+
+    @dataclasses.dataclass
+    class Pair:
+        a: Any
+        b: Any
+
+    flatten = lambda pair: jax.tree.flatten([pair.a, pair.b])
+    jax.tree_util.register_pytree_node(Pair, flatten, lambda kind, leaves: Pair(*jax.tree.unflatten(kind, leaves)))
+    with pytest.raises(PrefixError, match=r"in_axes\[0\] is .*Pair\(a=0, b=None\), .* is Pair with other static parts"):
+        nnx.vmap(lambda pair: pair.a + pair.b, in_axes=(Pair(0, None),))(Pair(jnp.ones(2), jnp.ones(())))
 
 
 def test_a_prefix_that_does_not_fit_what_is_returned():
