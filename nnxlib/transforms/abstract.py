@@ -27,7 +27,7 @@ from ..core.rows import VariableRow
 from ..core.tracing import boundary, with_room
 from .axes import place_new
 from .callables import resolve
-from .leaf_checks import check_returned, check_traceable
+from .leaf_checks import check_returned, explain_untraced
 from .lift import Arguments, Outcome, cross, own_pytrees
 from .naming import named
 
@@ -87,8 +87,8 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
     pure = named(pure, f, layout.leaf_paths, ())
     try:
         leaves, outcome = with_room(jax.eval_shape, pure, packed.leaves)
-    except (TypeError, OverflowError):
-        check_traceable(layout, packed.leaves)
+    except (TypeError, OverflowError) as error:
+        explain_untraced(error, layout, packed.leaves)
         raise
     except TraceContextError:
         captured = pack([chain.value for chain in search(f).chains if issubclass(type(chain.value), Identified)])

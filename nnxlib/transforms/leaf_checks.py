@@ -97,6 +97,10 @@ def explain_untraced(error: Exception, layout: Layout, leaves: Sequence[Any]) ->
     """
     check_traceable(layout, leaves)
     note_abstract(error, layout, leaves)
+    if isinstance(error, _CONCRETE):
+        for path, leaf in zip(layout.leaf_paths, leaves, strict=True):
+            if type(leaf) in (bool, int) and format_path(path) in str(error):
+                error.add_note(f"{format_path(path)} is {leaf}, which JAX traces as it does an array. {_BIND}")
 
 
 def note_abstract(error: Exception, layout: Layout, leaves: Sequence[Any]) -> None:
@@ -114,9 +118,13 @@ _ABSTRACT = """\
 These are shapes without values, as made by nnx.eval_shape: give them values by nnx.update(model, state), or ask for \
 shapes only by nnx.eval_shape(function, model, ...):"""
 
-_UNTRACEABLE = """\
-{name} is a {kind} ({value!r:.80}), which JAX cannot trace. If it is part of the program, bind it beforehand with \
-functools.partial or a closure; or, for nnx.jit, declare it static: static_argnums=... or static_argnames=..."""
+_CONCRETE = jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError
+
+_BIND = """\
+If it is part of the program, bind it beforehand with functools.partial or a closure; or, for nnx.jit, declare it \
+static: static_argnums=... or static_argnames=..."""
+
+_UNTRACEABLE = "{name} is a {kind} ({value!r:.80}), which JAX cannot trace. " + _BIND
 
 _OF_ARRAYS = """ \
 If it holds arrays, register the dataclass (jax.tree_util.register_dataclass), or make it an nnx.Pytree, with \

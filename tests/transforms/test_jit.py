@@ -1400,6 +1400,25 @@ def test_a_dropped_function_is_freed():
     assert ref() is None
 
 
+def test_a_number_that_is_to_be_part_of_the_program():
+    """Where a traced bool or integer is needed as one, a note says which argument it is, and how it is not traced."""
+    mode = lambda x, train, scale=1: x * scale if train else x
+    repeat = lambda x, step, times: [x * step for _ in range(times)]
+    for call, note in (
+        (lambda: nnx.jit(mode)(X, True), "args[1] is True, "),
+        (lambda: nnx.jit(mode)(X, train=False, scale=2), "kwargs.train is False, "),
+        (lambda: nnx.remat(mode)(X, True), "args[1] is True, "),
+        (lambda: nnx.eval_shape(mode, X, True), "args[1] is True, "),
+        (lambda: nnx.cond(True, mode, mode, X, True), "args[1] is True, "),
+        (lambda: nnx.jit(repeat)(X, 3, 2), "args[2] is 2, "),
+    ):
+        with pytest.raises(TypeError) as caught:
+            call()
+        (found,) = [n for n in caught.value.__notes__ if "which JAX traces" in n]
+        assert found.startswith(note)
+        assert "static_argnums" in found
+
+
 def test_a_dataclass_that_jax_does_not_know_is_to_be_registered():
     @dataclasses.dataclass
     class Batch:
