@@ -129,6 +129,12 @@ def unname_axis(variable: Any, key: str, index: int) -> None:
         delete_name(variable, key, index)
 
 
+def name_of_axis(variable: Any, key: str, index: int, default: Any) -> Any:
+    """The name that :func:`unname_axis` drops; the default if it drops none."""
+    _, names, ndim = _naming(variable, key)
+    return names[index] if names is not None and 0 <= ndim < len(names) else default
+
+
 def insert_name(variable: Any, key: str, index: int, name: Any, ndim: int = 0) -> None:
     """Insert a name into the metadata ``key`` of a Variable of ``ndim`` axes, if this names its axes."""
     found, names, _ = _naming(variable, key)

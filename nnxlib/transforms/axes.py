@@ -7,8 +7,8 @@ None by default. If other metadata name the axes, too, ``transform_metadata`` ha
 changes are made by :meth:`Variable.remove_axis`, :meth:`Variable.add_axis` and their hooks.
 
 Both are changes of static tables: the function runs on a layout without the axes (:func:`strip_axes`), and the rows in
-its Delta get them back (:func:`stack_axes`). If the stacked axis has a name, new Variables are then placed once more
-(:func:`place_stacks`).
+its Delta get them back (:func:`stack_axes`), those of the caller's Variables under the names that they had. If the
+stacked axis has a name, new Variables are then placed once more (:func:`place_stacks`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..core.annotations import NamedTuple
 from ..core.calls import recorded_types
 from ..core.graph import After, Delta, variable_of
 from ..core.layout import Layout
-from ..core.metadata import name_axis, unname_axis
+from ..core.metadata import name_axis, name_of_axis, unname_axis
 from ..core.placement import placed, placed_stack
 from ..core.rows import Row, VariableRow
 from ..core.variables import Perturbation, Variable
@@ -48,6 +48,14 @@ class AxisName(NamedTuple):
         for key, _ in self.others:
             unname_axis(variable, key, index)
 
+    def in_row(self, row: Row | None, value: Any, index: Any) -> AxisName:
+        """The names that the axis has in a Variable of the caller, if ``row`` is that of one; ``value`` is a slice."""
+        if not isinstance(index, int) or not isinstance(row, VariableRow):
+            return self
+        variable = variable_of(row, value)
+        partition = name_of_axis(variable, "out_sharding", index, self.partition)
+        return AxisName(partition, tuple((key, name_of_axis(variable, key, index, name)) for key, name in self.others))
+
 
 def axis_name_in(transform_metadata: Mapping[str, Any]) -> AxisName:
     """The name of the stacked axis, as given by ``transform_metadata``."""
@@ -72,7 +80,8 @@ def stack_axes(after: After, labels: Sequence[Any], layout: Layout, name: AxisNa
     rows = dict(after.delta.rows)
     for (i, _), leaf, label in zip(after.owners, after.leaves, labels, strict=True):
         if i in rows:
-            rows[i] = _moved(rows[i], leaf, label, name.added_to)
+            former = layout.rows[i] if i < len(layout.rows) else None
+            rows[i] = _moved(rows[i], leaf, label, name.in_row(former, leaf, label).added_to)
     return after._replace(delta=after.delta._replace(rows=tuple(rows.items()))), labels
 
 

@@ -52,6 +52,20 @@ def layer_names(model, x):
     return seen[0]
 
 
+@pytest.mark.parametrize("run", [nnx.vmap, nnx.scan], ids=["vmap", "scan"])
+@pytest.mark.parametrize(
+    "options", [{}, {"transform_metadata": NAMED}, {"transform_metadata": {nnx.PARTITION_NAME: "x"}}]
+)
+def test_a_stack_whose_metadata_change_keeps_the_name_that_its_axis_has(run, options):
+    model = stacked(transform_metadata=NAMED)
+    model.kernel.set_metadata(optimizer_sharding=("stack", "in", None))
+    run(lambda layer: layer.kernel.set_metadata(note=1), in_axes=0, out_axes=0, **options)(model)
+    metadata = model.kernel.get_metadata()
+    assert metadata["note"] == 1
+    assert metadata["out_sharding"] == ("layers", "in", "out")
+    assert metadata["optimizer_sharding"] == ("stack", "in", None)
+
+
 def test_names_follow_through_scan_and_back():
     model = stacked(transform_metadata=NAMED)
     assert layer_names(model, jnp.ones((1, 4))) == ("in", "out")
