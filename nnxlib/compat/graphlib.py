@@ -11,41 +11,16 @@ from typing import Any, Generic, TypeVar
 
 import jax.tree_util as jtu
 
-from ..core.contexts import MergeContext as MergeContext
-from ..core.contexts import SplitContext as SplitContext
-from ..core.contexts import UpdateContext as UpdateContext
-from ..core.contexts import current_update_context as current_update_context
-from ..core.contexts import merge_context as merge_context
-from ..core.contexts import split_context as split_context
-from ..core.contexts import update_context as update_context
+from ..core.contexts import *  # noqa: F403
 from ..core.data import is_array as is_array
 from ..core.data import is_node as is_graph_node
 from ..core.filters import PathParts as PathParts
 from ..core.graphdef import GraphDef as GraphDef
 from ..core.graphstate import GraphState as GraphState
-from ..core.iteration import find_duplicates as find_duplicates
-from ..core.iteration import iter_children as iter_children
-from ..core.iteration import iter_graph as iter_graph
-from ..core.iteration import recursive_map as recursive_map
-from ..core.iteration import set_metadata as set_metadata
+from ..core.iteration import *  # noqa: F403
 from ..core.module import iter_module_children as iter_module_children
 from ..core.objects import Node as Node
-from ..core.ops import CallProxy as CallProxy
-from ..core.ops import PureState as PureState
-from ..core.ops import as_pure as as_pure
-from ..core.ops import call as call
-from ..core.ops import clone as clone
-from ..core.ops import flatten as flatten
-from ..core.ops import graphdef as graphdef
-from ..core.ops import map as map
-from ..core.ops import merge as merge
-from ..core.ops import pure as pure
-from ..core.ops import split as split
-from ..core.ops import state as state
-from ..core.ops import unflatten as unflatten
-from ..core.ops import unpack as unpack
-from ..core.ops import update as update
-from ..core.ops import variables as variables
+from ..core.ops import *  # noqa: F403
 from ..core.pop import pop as pop
 from ..core.rows import NodeRow as NodeDef
 from ..core.rows import Ref as NodeRef  # noqa: F401
