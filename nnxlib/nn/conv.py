@@ -67,8 +67,10 @@ _conv_transpose = product(
 )(lax.conv_transpose)
 
 
-def canonicalize_padding(padding: Padding, rank: int) -> str | tuple[tuple[int, int], ...]:
-    """Spell a padding out: one of the names in capitals, or a pair (before, after) for each spatial axis.
+def canonicalize_padding(
+    padding: Padding, rank: int, names: Sequence[str] = _NAMED
+) -> str | tuple[tuple[int, int], ...]:
+    """Spell a padding out: one of the names, in capitals, or a pair (before, after) for each spatial axis.
 
     >>> from nnxlib.nn.conv import canonicalize_padding
     >>> canonicalize_padding('same', 2), canonicalize_padding(1, 2), canonicalize_padding([(1, 2), 3], 2)
@@ -77,7 +79,7 @@ def canonicalize_padding(padding: Padding, rank: int) -> str | tuple[tuple[int, 
     Raises:
       ValueError: for anything else.
     """
-    if isinstance(padding, str) and padding.upper() in _NAMED:
+    if isinstance(padding, str) and padding.upper() in names:
         return padding.upper()
     if isinstance(padding, int | np.integer):
         return ((int(padding), int(padding)),) * rank
@@ -86,12 +88,12 @@ def canonicalize_padding(padding: Padding, rank: int) -> str | tuple[tuple[int, 
         if all(isinstance(pair, Iterable) for pair in pairs) and {len(tuple(pair)) for pair in pairs} <= {2}:
             return tuple(map(tuple, pairs))
     raise UsageError(
-        f"Invalid padding format: {padding!r}, should be one of {', '.join(_NAMED)}, an int, or a sequence of len "
+        f"Invalid padding format: {padding!r}, should be one of {', '.join(names)}, an int, or a sequence of len "
         f"{rank} where each element is an int or pair of ints."
     )
 
 
-def _per_axis(name: str, x: Sizes, rank: int) -> tuple[int, ...]:
+def per_axis(name: str, x: Sizes, rank: int) -> tuple[int, ...]:
     """The setting of this name for each spatial axis."""
     if x is None:
         return (1,) * rank
@@ -267,16 +269,16 @@ class Conv(Module):
         kernel, rank = self.kernel[...], len(self.kernel_size)
         convolve, channels = self.conv_general_dilated, kernel.shape[-2] * self.feature_group_count
         x, batch = _with_one_batch_axis(self, inputs, rank, channels, convolve is lax.conv_general_dilated)
-        kernel_dilation = _per_axis("kernel_dilation", self.kernel_dilation, rank)
+        kernel_dilation = per_axis("kernel_dilation", self.kernel_dilation, rank)
         x, padding = _pad(x, canonicalize_padding(self.padding, rank), kernel.shape[:rank], kernel_dilation)
         x, kernel, bias = self.promote_dtype((x, _masked(self, kernel), _bias(self)), dtype=self.dtype)
         kwargs = given(out_sharding=out_sharding, preferred_element_type=self.preferred_element_type)
         y = (_conv_general_dilated if convolve is lax.conv_general_dilated else convolve)(
             x,
             kernel,
-            _per_axis("strides", self.strides, rank),
+            per_axis("strides", self.strides, rank),
             padding,
-            lhs_dilation=_per_axis("input_dilation", self.input_dilation, rank),
+            lhs_dilation=per_axis("input_dilation", self.input_dilation, rank),
             rhs_dilation=kernel_dilation,
             dimension_numbers=_dimension_numbers(rank + 2),
             feature_group_count=self.feature_group_count,
@@ -387,7 +389,7 @@ class ConvTranspose(Module):
         """
         kernel, rank = self.kernel[...], len(self.kernel_size)
         x, batch = _with_one_batch_axis(self, inputs, rank, kernel.shape[-1 if self.transpose_kernel else -2])
-        spatial, strides = x.shape[1:-1], _per_axis("strides", self.strides, rank)
+        spatial, strides = x.shape[1:-1], per_axis("strides", self.strides, rank)
         padding = canonicalize_padding(self.padding, rank)
         if padding in ("CAUSAL", "REFLECT") or (padding == "SAME_LOWER" and max(strides) > 1):
             where = " with strides" if padding == "SAME_LOWER" else ""
@@ -401,7 +403,7 @@ class ConvTranspose(Module):
             kernel,
             strides=strides,
             padding="VALID" if padding == "CIRCULAR" else padding,
-            rhs_dilation=_per_axis("kernel_dilation", self.kernel_dilation, rank),
+            rhs_dilation=per_axis("kernel_dilation", self.kernel_dilation, rank),
             transpose_kernel=self.transpose_kernel,
             precision=self.precision,
             **kwargs,

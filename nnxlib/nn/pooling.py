@@ -17,10 +17,8 @@ from jax import lax
 from ..core.errors import ArgumentError, UsageError
 from ..core.formulas import step
 from ..core.tracing import boundary
+from .conv import Padding, canonicalize_padding, per_axis
 from .dtypes import Array, at_least_float32, is_inexact
-from .settings import is_size
-
-Padding = str | int | Sequence[int | tuple[int, int]]
 
 
 @boundary
@@ -67,34 +65,16 @@ def _window(
             f"window_shape has a size for each spatial axis, such as (2, 2) for images, but is {window_shape!r}."
         )
     spatial = tuple(window_shape)
-    if not all(map(is_size, spatial)):
-        raise UsageError(f"window_shape has a positive integer for each spatial axis, but is {spatial}.")
-    strides = 1 if strides is None else strides
-    if isinstance(strides, str) or not isinstance(strides, Iterable | int | np.integer):
-        raise ArgumentError(f"strides has a step for each spatial axis, or is one for all, but is {strides!r}.")
-    steps = (strides,) * len(spatial) if isinstance(strides, int | np.integer) else tuple(strides)
-    batch = len(shape) - len(spatial) - 1
+    batch, rank = len(shape) - len(spatial) - 1, len(spatial)
     if batch < 0:
         raise UsageError(
             f"A window of shape {spatial} needs inputs of shape [*batch, *spatial, channels], got {shape}."
         )
-    if len(steps) != len(spatial):
-        raise UsageError(f"strides {steps} and window_shape {spatial} must have the same length.")
-    if not all(map(is_size, steps)):
-        raise UsageError(f"strides has a positive integer for each spatial axis, or one for all, but is {strides}.")
     ones = (1,) * batch
-    window, steps = (*ones, *spatial, 1), (*ones, *steps, 1)
-    if isinstance(padding, str):
-        if padding.upper() not in _NAMED:
-            raise UsageError(f"padding has to be one of {', '.join(_NAMED)}, or numbers, but is {padding!r}.")
-        return window, steps, padding
-    if not isinstance(padding, Iterable | int | np.integer):
-        raise ArgumentError(f"padding has to be one of {', '.join(_NAMED)}, or numbers, but is {padding!r}.")
-    each = (padding,) * len(spatial) if isinstance(padding, int | np.integer) else tuple(padding)
-    pairs = [(p, p) if isinstance(p, int | np.integer) else p for p in each]
-    if len(pairs) != len(spatial) or not all(isinstance(p, Sequence) and len(p) == 2 for p in pairs):
-        raise UsageError(f"padding {padding} must have one pair (before, after) for each axis of window {spatial}.")
-    return window, steps, (*[(0, 0)] * batch, *[(before, after) for before, after in pairs], (0, 0))
+    window = (*ones, *per_axis("window_shape", spatial, rank), 1)
+    steps = (*ones, *per_axis("strides", strides, rank), 1)
+    padding = canonicalize_padding(padding, rank, _NAMED)
+    return window, steps, padding if isinstance(padding, str) else (*[(0, 0)] * batch, *padding, (0, 0))
 
 
 _NAMED = ("SAME", "VALID", "SAME_LOWER")

@@ -118,24 +118,21 @@ def test_windows_that_do_not_fit_are_refused():
     x = jnp.ones((4, 4, 1))
     with pytest.raises(ValueError, match=r"window of shape \(2, 2, 2\) needs inputs"):
         nnx.max_pool(x, (2, 2, 2))
-    with pytest.raises(ValueError, match="same length"):
+    with pytest.raises(ValueError, match=r"strides has to be one positive number, or 2 of them, .*but is \(1,\)"):
         nnx.max_pool(x, (2, 2), strides=(1,))
-    with pytest.raises(ValueError, match="one pair"):
+    with pytest.raises(ValueError, match=r"Invalid padding format: \(\(1, 1\),\), .*a sequence of len 2"):
         nnx.avg_pool(x, (2, 2), padding=((1, 1),))
     for window in (2, None, "22"):
         with pytest.raises(TypeError, match=f"window_shape has a size for each spatial axis, .*but is {window!r}"):
             nnx.avg_pool(x, window)
-    for strides in (1.5, object()):
-        with pytest.raises(TypeError, match=r"strides has a step for each spatial axis, .*but is (1.5|<object)"):
-            nnx.max_pool(x, (2, 2), strides)
-    for padding in (None, 1.5):
-        with pytest.raises(TypeError, match=f"padding has to be one of SAME, VALID, .*, but is {padding}"):
+    for padding in (None, 1.5, "CIRCULAR"):
+        with pytest.raises(ValueError, match=f"Invalid padding format: {padding!r}, .*SAME, VALID, SAME_LOWER, an"):
             nnx.max_pool(x, (2, 2), padding=padding)
     for window in ((0, 2), (2.0, 2), (None, 2), ["a", "b"]):
-        with pytest.raises(ValueError, match=r"window_shape has a positive integer for each spatial axis, but is \("):
+        with pytest.raises(ValueError, match=r"window_shape has to be one positive number, or 2 of them, .*but is \("):
             nnx.max_pool(x, window)
-    for strides in ((-1, 1), 0, (1.0, 2), (None, 1)):
-        with pytest.raises(ValueError, match=f"strides has a positive integer .*but is {re.escape(str(strides))}"):
+    for strides in ((-1, 1), 0, (1.0, 2), (None, 1), 1.5, object()):
+        with pytest.raises(ValueError, match=f"strides has to be one positive .*but is {re.escape(str(strides))}"):
             nnx.min_pool(x, (2, 2), strides)
 
 
@@ -168,10 +165,8 @@ def test_average_under_strict_promotion(dtype):
 def test_a_padding_of_no_name_and_windows_without_size_are_refused():
     x = jnp.ones((1, 4, 4, 2))
     for pool in nnx.max_pool, nnx.min_pool, nnx.avg_pool:
-        with pytest.raises(
-            ValueError, match="padding has to be one of SAME, VALID, SAME_LOWER, or numbers, but is 'smae'"
-        ):
+        with pytest.raises(ValueError, match=r"Invalid padding format: 'smae', .*one of SAME, VALID, SAME_LOWER"):
             pool(x, (2, 2), padding="smae")
-        with pytest.raises(ValueError, match=r"a positive integer for each spatial axis, but is \(0, 2\)"):
+        with pytest.raises(ValueError, match=r"one for each spatial axis, but is \(0, 2\)"):
             pool(x, (0, 2))
         assert pool(x, (2, 2), padding="same").shape == (1, 4, 4, 2)
