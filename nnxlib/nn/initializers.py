@@ -112,17 +112,12 @@ def _truncated_normal(key: Any, scale: Any, lower: Any, upper: Any, shape: Any, 
     return multiply(_unscaled_truncated(key, lower, upper, shape=shape, dtype=dtype, eager=eager), scale)
 
 
-@functools.cache
-def _platform() -> str:
-    return jax.default_backend()
-
-
 def _arithmetic(eager: bool) -> ModuleType:
     """What gives the square roots that JAX has here: those of a GPU differ from those of a CPU in the last bit.
 
     In a program XLA computes them, as it does all constants, on the CPU.
     """
-    if _platform() == "cpu" or not eager:
+    if not eager or jax.default_backend() == "cpu":
         return np
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     return np if getattr(device, "platform", device) == "cpu" else jnp

@@ -13,21 +13,18 @@ from typing import Any
 import jax
 
 from ..core.escapes import warn_of_escapes
-from ..core.graph import commit
 from ..core.missing import MISSING
 from ..core.operators import unwrapped
-from ..core.packing import pack_live
-from ..core.recordings import give_on, with_carrier
 from ..core.tracing import with_room
-from .callables import as_pair, by_position, resolve
+from .callables import by_position
 from .checkify import note_nan
 from .classes import lifts_classes
 from .leaf_checks import note_abstract
-from .lift import Arguments, Outcome, cross
+from .lift import Outcome, cross
 from .naming import named
 from .prefixes import refuse_nodes
 from .signatures import as_operator, as_value_and_grad
-from .tangents import PARAMS, Argnums, by_argument, check_differentiable, choices, differentiated, is_single
+from .tangents import PARAMS, Argnums, Derivation, check_differentiable, choices, is_single, split_aux
 
 
 @as_operator
@@ -91,50 +88,42 @@ def value_and_grad(
     """
     options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int, "reduce_axes": reduce_axes}
     refuse_nodes(argnums, "argnums")
-    function, bound, bound_kwargs = resolve(f)
     chosen = choices(argnums)
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = by_position(f, args, kwargs)
-        args = (*bound, *args)
-        arguments = with_carrier(Arguments(args, {**bound_kwargs, **kwargs}))
-        packed = pack_live(arguments)
-        filters = by_argument(chosen, len(args) - len(bound), len(bound))
-        tangents = differentiated(packed, args, filters, PARAMS)
-        check_differentiable(packed, tangents, holomorphic, allow_int)
+        call = Derivation(f, args, has_aux, kwargs)
+        numbers = call.choose(chosen, PARAMS)
+        function, layout, tangents = call.function, call.packed.layout, call.tangents
+        check_differentiable(call.packed, tangents, holomorphic, allow_int)
 
         def differentiate(leaves: list[Any]) -> tuple[Any, Any]:
             def pure(inputs: list[Any]) -> tuple[Any, tuple[list[Any], Outcome]]:
                 aux_of = lambda out: split_aux(out)[1] if has_aux else None
-                out, after = cross(function, packed.layout, tangents.put(leaves, inputs), part=aux_of)
+                out, after = cross(function, layout, tangents.put(leaves, inputs), part=aux_of)
                 warn_of_escapes(after)
                 return unwrapped(out[0] if has_aux else out), (after.leaves, Outcome(after.delta))
 
-            pure = named(pure, function, tangents.take(packed.layout.leaf_paths), ())
+            pure = named(pure, function, tangents.take(layout.leaf_paths), ())
             return with_room(jax.value_and_grad(pure, has_aux=True, **options), tangents.take(leaves))
 
         try:
-            (value, (leaves, outcome)), grads = differentiate(packed.leaves)
+            (value, changes), grads = differentiate(call.packed.leaves)
         except FloatingPointError as error:
-            note_nan(error, differentiate, packed.leaves)
+            note_nan(error, differentiate, call.packed.leaves)
             raise
         except Exception as error:  # of JAX, before 0.9 not always a TypeError
             if "scalar-output" in str(error) and "Output was (" in str(error):
                 error.add_note("If the function returns (loss, aux), pass has_aux=True.")
-            note_abstract(error, packed.layout, packed.leaves)
+            note_abstract(error, layout, call.packed.leaves)
             raise
-        found = tangents.fold_arguments(tangents.as_variables(grads), filters)
+        found = tangents.fold_arguments(tangents.as_variables(grads), numbers)
         result = found[0] if is_single(argnums) else tuple(found)
-        aux = commit(packed.layout, outcome.delta, leaves, packed.objects)  # last, after everything that may fail
-        give_on(arguments)
+        aux = call.commit(*changes)
         return ((value, aux) if has_aux else value), result
 
     return wrapped
-
-
-def split_aux(out: Any) -> tuple[Any, Any]:
-    return as_pair(out, "With has_aux=True the function must return a pair (loss, aux)")
 
 
 def without_value(differentiate: Callable, f: Callable, has_aux: bool) -> Callable:

@@ -19,8 +19,7 @@ from ..core.rows import LEAF, children
 from .callables import by_position
 from .classes import lifts_classes
 from .signatures import as_operator
-from .tangents import PARAMS, Argnums, Tangents, check_differentiable, choices, is_inexact, is_single
-from .vjp import Derivation
+from .tangents import PARAMS, Argnums, Derivation, Tangents, check_differentiable, choices, is_inexact, is_single
 
 
 @as_operator

@@ -2,14 +2,17 @@
 
 Internally a function of a list of leaves is differentiated, and its tangents are a list. Users see a pytree like the
 arguments or the output, with a State by path in place of each node. :class:`Tangents` converts between the two;
-:func:`by_argument` and :func:`differentiated` find the leaves, given ``argnums``.
+:func:`by_argument` and :func:`differentiated` find the leaves, given ``argnums``. All derivatives but those with rules
+of the user (custom.py) begin with a :class:`Derivation`: a call of which the arguments are packed, and the leaves
+chosen.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,20 +22,24 @@ import numpy as np
 
 from ..core.annotations import NamedTuple
 from ..core.data import is_node
-from ..core.errors import ArgumentError, PrefixError, counted, describe, format_path, place_of
+from ..core.errors import OUTPUT, ArgumentError, PrefixError, counted, describe, format_path, place_of
+from ..core.escapes import warn_of_escapes
 from ..core.filters import Filter, shown
-from ..core.graph import Packed, pack, variable_of
+from ..core.graph import Packed, commit, pack, variable_of
 from ..core.layout import Layout
 from ..core.missing import MISSING
 from ..core.objects import Node
+from ..core.packing import pack_live
+from ..core.recordings import give_on, with_carrier
 from ..core.rows import LEAF, NodeRow, Ref, Spec, Tree, children, count_leaves, same_node
 from ..core.state import State, from_flat_state, to_flat_state
 from ..core.tracing import zeros_of
 from ..core.variables import Param, stored_value
+from .callables import as_pair, check_options, resolve
 from .labels import label_arguments
-from .leaf_checks import is_traceable, type_of
-from .lift import part_of
-from .prefixes import PrefixMapping
+from .leaf_checks import check_traceable, is_traceable, note_abstract, type_of
+from .lift import Arguments, Outcome, cross, part_of
+from .prefixes import PrefixMapping, argument_entries, check_labels, same_entries
 
 _DIFFERENTIATED, _REST = "differentiated", "rest"  # labels
 
@@ -408,3 +415,80 @@ def zeros_like(leaf: Any) -> Any:
         return zeros_of(type_) if is_inexact(type_) else np.zeros(type_.shape, jax.dtypes.float0)
 
     return jax.tree.map(zeros, type_of(leaf))
+
+
+# --- the function of these leaves -----------------------------------------------------------------------------------
+
+
+class Derivation:
+    """A function with its packed arguments, as a function of those leaves that are differentiated.
+
+    With ``has_aux`` it returns a pair, of which only the first is differentiated.
+    """
+
+    def __init__(self, f: Callable, primals: Sequence[Any], has_aux: bool, kwargs: Mapping[str, Any] | None = None):
+        self.function, bound, bound_kwargs = resolve(f)
+        self.has_aux, self.shift, self.args = has_aux, len(bound), (*bound, *primals)
+        self.arguments = with_carrier(Arguments(self.args, {**bound_kwargs, **(kwargs or {})}))
+        self.packed: Packed = pack_live(self.arguments)
+
+    def flags(self, prefix: Any, name: str) -> tuple[list[bool]]:
+        """For each leaf that is differentiated, what a prefix of the arguments has for it, True or False."""
+        check_labels(prefix, name, lambda x: isinstance(x, bool), "it takes True, False or nnx.StateAxes of these")
+        entries = same_entries(True, self.args[: self.shift])
+        entries += argument_entries(prefix, self.args[self.shift :], name)
+        entries += [True] * (len(children(self.packed.layout.root)) - len(entries))
+        return ([x is not False for x in self.tangents.take(label_arguments(self.packed, entries)[1])],)
+
+    def options(self, jax_transform: Callable, **prefixes: Any) -> dict[str, Any]:
+        """Those options of a transform of JAX that say something of each leaf, from what the user has given."""
+        given = {name: prefix for name, prefix in prefixes.items() if prefix is not None and prefix is not True}
+        check_options(given, jax_transform)
+        return {name: self.flags(prefix, name) for name, prefix in given.items()}
+
+    def choose(self, argnums: Argnums | None, default: PrefixMapping = INEXACT) -> tuple[int, ...]:
+        """Fix what is differentiated, all by default; returns the positions of the chosen arguments."""
+        count = len(self.args) - self.shift
+        filters = by_argument(range(count) if argnums is None else choices(argnums), count, self.shift)
+        self.tangents = differentiated(self.packed, self.args, filters, default)
+        if default is INEXACT:  # else `check_differentiable` says more
+            pairs = zip(self.packed.layout.leaf_paths, self.packed.leaves, strict=True)
+            chosen = [x if path[0] == "args" and path[1] in filters else None for path, x in pairs]
+            check_traceable(self.packed.layout, chosen)  # other arguments may be anything, as in a closure
+        return tuple(filters)
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The leaves that are differentiated."""
+        return self.tangents.take(self.packed.leaves)
+
+    def pure(self, leaves: list[Any]) -> tuple[list[Any], tuple[list[Any], Outcome, Tangents]]:
+        """From leaves to those leaves of the output that have a tangent; and, as aux, to all that comes back."""
+        all_leaves = self.tangents.put(self.packed.leaves, leaves)
+        try:
+            (primal, _), after = cross(self._run, self.packed.layout, all_leaves, part=operator.itemgetter(1))
+        except TypeError as error:
+            note_abstract(error, self.packed.layout, self.packed.leaves)
+            raise
+        warn_of_escapes(after)
+        found = Tangents.of_leaves(primal.layout, primal.leaves)
+        return found.take(primal.leaves), (after.leaves, Outcome(after.delta), found)
+
+    def _run(self, /, *args: Any, **kwargs: Any) -> tuple[Packed, Any]:
+        out = self.function(*args, **kwargs)
+        return pack({OUTPUT: split_aux(out)[0] if self.has_aux else out}), out
+
+    def commit(self, leaves: list[Any], outcome: Outcome) -> Any:
+        """Write the changes, after everything that may fail; returns what came back beside them."""
+        out = commit(self.packed.layout, outcome.delta, leaves, self.packed.objects)
+        give_on(self.arguments)
+        return out
+
+    def finish(self, leaves: list[Any], outcome: Outcome) -> tuple[Any, tuple]:
+        """Write the changes; returns the output, and a tuple with the aux value if there is one."""
+        out = self.commit(leaves, outcome)
+        return (out[0], (out[1],)) if self.has_aux else (out, ())
+
+
+def split_aux(out: Any) -> tuple[Any, Any]:
+    return as_pair(out, "With has_aux=True the function must return a pair (loss, aux)")

@@ -8,95 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from ..core.errors import OUTPUT, ArgumentError, describe
-from ..core.escapes import warn_of_escapes
-from ..core.graph import Packed, commit, pack
 from ..core.missing import MISSING, is_missing
-from ..core.packing import pack_live
-from ..core.recordings import give_on, with_carrier
-from ..core.rows import children
 from ..core.tracing import boundary
-from .callables import check_options, resolve
-from .grad import split_aux
 from .jit import jit
-from .labels import label_arguments
-from .leaf_checks import check_traceable, note_abstract, type_of
-from .lift import Arguments, Outcome, cross
-from .prefixes import PrefixMapping, argument_entries, check_labels, same_entries
-from .tangents import INEXACT, Argnums, Tangents, by_argument, choices, differentiated, is_inexact, is_single
-
-
-class Derivation:
-    """A function with its packed arguments, as a function of those leaves that are differentiated.
-
-    With ``has_aux`` it returns a pair, of which only the first is differentiated.
-    """
-
-    def __init__(self, f: Callable, primals: Sequence[Any], has_aux: bool, kwargs: Mapping[str, Any] | None = None):
-        self.function, bound, bound_kwargs = resolve(f)
-        self.has_aux, self.shift, self.args = has_aux, len(bound), (*bound, *primals)
-        self.arguments = with_carrier(Arguments(self.args, {**bound_kwargs, **(kwargs or {})}))
-        self.packed: Packed = pack_live(self.arguments)
-
-    def flags(self, prefix: Any, name: str) -> tuple[list[bool]]:
-        """For each leaf that is differentiated, what a prefix of the arguments has for it, True or False."""
-        check_labels(prefix, name, lambda x: isinstance(x, bool), "it takes True, False or nnx.StateAxes of these")
-        entries = same_entries(True, self.args[: self.shift])
-        entries += argument_entries(prefix, self.args[self.shift :], name)
-        entries += [True] * (len(children(self.packed.layout.root)) - len(entries))
-        return ([x is not False for x in self.tangents.take(label_arguments(self.packed, entries)[1])],)
-
-    def options(self, jax_transform: Callable, **prefixes: Any) -> dict[str, Any]:
-        """Those options of a transform of JAX that say something of each leaf, from what the user has given."""
-        given = {name: prefix for name, prefix in prefixes.items() if prefix is not None and prefix is not True}
-        check_options(given, jax_transform)
-        return {name: self.flags(prefix, name) for name, prefix in given.items()}
-
-    def choose(self, argnums: Argnums | None, default: PrefixMapping = INEXACT) -> tuple[int, ...]:
-        """Fix what is differentiated, all by default; returns the positions of the chosen arguments."""
-        count = len(self.args) - self.shift
-        filters = by_argument(range(count) if argnums is None else choices(argnums), count, self.shift)
-        layout, leaves = self.packed.layout, self.packed.leaves
-        taken = [
-            x if path[0] == "args" and path[1] in filters else None
-            for path, x in zip(layout.leaf_paths, leaves, strict=True)
-        ]
-        check_traceable(layout, taken)  # other arguments may be anything, as in a closure
-        self.tangents = differentiated(self.packed, self.args, filters, default)
-        return tuple(filters)
-
-    @property
-    def leaves(self) -> list[Any]:
-        """The leaves that are differentiated."""
-        return self.tangents.take(self.packed.leaves)
-
-    def pure(self, leaves: list[Any]) -> tuple[list[Any], tuple[list[Any], Outcome, Tangents]]:
-        """From leaves to those leaves of the output that have a tangent; and, as aux, to all that comes back."""
-        all_leaves = self.tangents.put(self.packed.leaves, leaves)
-        try:
-            (primal, _), after = cross(self._run, self.packed.layout, all_leaves, part=operator.itemgetter(1))
-        except TypeError as error:
-            note_abstract(error, self.packed.layout, self.packed.leaves)
-            raise
-        warn_of_escapes(after)
-        found = Tangents.of_leaves(primal.layout, primal.leaves)
-        return found.take(primal.leaves), (after.leaves, Outcome(after.delta), found)
-
-    def _run(self, /, *args: Any, **kwargs: Any) -> tuple[Packed, Any]:
-        out = self.function(*args, **kwargs)
-        return pack({OUTPUT: split_aux(out)[0] if self.has_aux else out}), out
-
-    def finish(self, leaves: list[Any], outcome: Outcome) -> tuple[Any, tuple]:
-        """Write the changes; returns the output, and a tuple with the aux value if there is one."""
-        out = commit(self.packed.layout, outcome.delta, leaves, self.packed.objects)
-        give_on(self.arguments)
-        return (out[0], (out[1],)) if self.has_aux else (out, ())
+from .leaf_checks import type_of
+from .tangents import Argnums, Derivation, Tangents, is_inexact, is_single
 
 
 @boundary
