@@ -24,7 +24,7 @@ from .lift import Outcome, cross
 from .naming import named
 from .prefixes import refuse_nodes
 from .signatures import as_operator, as_value_and_grad
-from .tangents import PARAMS, Argnums, Derivation, check_differentiable, choices, is_single, split_aux
+from .tangents import PARAMS, Argnums, Derivation, check_differentiable, choices, is_single
 
 
 @as_operator
@@ -100,10 +100,10 @@ def value_and_grad(
 
         def differentiate(leaves: list[Any]) -> tuple[Any, Any]:
             def pure(inputs: list[Any]) -> tuple[Any, tuple[list[Any], Outcome]]:
-                aux_of = lambda out: split_aux(out)[1] if has_aux else None
-                out, after = cross(function, layout, tangents.put(leaves, inputs), part=aux_of)
+                all_leaves = tangents.put(leaves, inputs)
+                out, after = cross(function, layout, all_leaves, part=lambda out: call.split(out)[1])
                 warn_of_escapes(after)
-                return unwrapped(out[0] if has_aux else out), (after.leaves, Outcome(after.delta))
+                return unwrapped(call.split(out)[0]), (after.leaves, Outcome(after.delta))
 
             pure = named(pure, function, tangents.take(layout.leaf_paths), ())
             return with_room(jax.value_and_grad(pure, has_aux=True, **options), tangents.take(leaves))

@@ -13,7 +13,7 @@ import itertools
 import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -249,13 +249,9 @@ class Tangents(NamedTuple):
 
     def arguments(self, numbers: Sequence[int], values: Sequence[Any]) -> Any:
         """``Arguments`` for :meth:`unfold`, in which only those with the given numbers have values."""
-        root = self.layout.root
-        assert isinstance(root, Tree)
-        of_args, *others = root.treedef.children()
-        given = dict(zip(numbers, values, strict=True))
-        args = tuple([given.get(i) for i in range(len(of_args.children()))])
-        kind, _ = root.treedef.node_data()
-        return kind(args, *(None for _ in others))  # None may stand for any part
+        given, none = dict(zip(numbers, values, strict=True)), cast(Any, None)  # which may stand for any part
+        count = len(part_of(self.layout.root, (0,)).treedef.children())
+        return Arguments(tuple([given.get(i) for i in range(count)]), none, none)
 
     def unfold(
         self, tree: Any, leaves: Leaves, name: str, ignored: Collection[tuple] = (), of_any_float: bool = False
@@ -476,7 +472,15 @@ class Derivation:
 
     def _run(self, /, *args: Any, **kwargs: Any) -> tuple[Packed, Any]:
         out = self.function(*args, **kwargs)
-        return pack({OUTPUT: split_aux(out)[0] if self.has_aux else out}), out
+        return pack({OUTPUT: self.split(out)[0]}), out
+
+    def split(self, out: Any) -> tuple[Any, Any]:
+        """What is differentiated of an output, and the aux value; None if there is none."""
+        return (
+            as_pair(out, "With has_aux=True the function must return a pair (loss, aux)")
+            if self.has_aux
+            else (out, None)
+        )
 
     def commit(self, leaves: list[Any], outcome: Outcome) -> Any:
         """Write the changes, after everything that may fail; returns what came back beside them."""
@@ -488,7 +492,3 @@ class Derivation:
         """Write the changes; returns the output, and a tuple with the aux value if there is one."""
         out = self.commit(leaves, outcome)
         return (out[0], (out[1],)) if self.has_aux else (out, ())
-
-
-def split_aux(out: Any) -> tuple[Any, Any]:
-    return as_pair(out, "With has_aux=True the function must return a pair (loss, aux)")
