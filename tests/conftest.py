@@ -19,8 +19,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # The programs are small and many: compiling them is most of what the tests do. So it is done with less care, and once.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# Python 3.14 compresses the programs differently, so each version keeps its own.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "xla" / sys.implementation.cache_tag))
+# Python 3.14 compresses the programs differently, and its free-threaded build again, so each build keeps its own.
+build = f"{sys.implementation.cache_tag}{sys.abiflags}"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "xla" / build))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
