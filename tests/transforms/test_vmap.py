@@ -2,8 +2,10 @@
 
 import collections
 import functools
+import gc
 import inspect
 import re
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -359,6 +361,22 @@ def test_random_streams_are_split_by_stacking_or_shared_by_passing_whole():
     same = nnx.vmap(lambda rngs, x: jax.random.normal(rngs()) + x, in_axes=(None, 0))(whole, jnp.zeros(3))
     assert len({*map(float, same)}) == 1
     assert whole.default.count.value == 1
+
+
+@pytest.mark.parametrize("transform", [nnx.pmap, nnx.vmap])
+def test_a_mapped_function_goes_with_the_model_that_it_closes_over(transform):
+    def use():
+        model = Layer()
+        transform(lambda x: x * model.w)(X[None])
+        return weakref.ref(model)
+
+    gc.disable()
+    try:
+        assert use()() is None
+    except NotImplementedError:
+        pytest.skip("this JAX has no pmap")
+    finally:
+        gc.enable()
 
 
 def test_pmap_maps_over_devices_with_state():
