@@ -61,7 +61,7 @@ class Program:
     def __init__(self, function: Callable, jitted: Callable | None = None, *, compiled: bool = True):
         self.function = function
         self._traced: Any = jax.jit(watched(function))  # once: `jax.make_jaxpr` jits at each call
-        self.jitted = jitted or (_compiled(self._traced) if compiled else self._inlined)
+        self.jitted = jitted or (_compiled(self._traced) if compiled else None)
         self.captures = False  # whether it is known to capture objects
         self.kinds: list[type] = []  # the types of the objects to which its functions refer
         self.conditions: list[Conditions] = []  # while these hold, the functions refer to no other objects
@@ -69,7 +69,8 @@ class Program:
     def __call__(self, leaves: Sequence[Any]) -> Any:
         if not self.captures and not followed():
             try:
-                return self.jitted(list(leaves)) if at_top_level() else self._inlined(list(leaves))
+                run = self.jitted if self.jitted and at_top_level() else self._inlined
+                return run(list(leaves))
             except CapturedObjects:
                 self.captures = True
             except FloatingPointError as error:

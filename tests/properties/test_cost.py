@@ -260,6 +260,26 @@ def test_a_transformed_function_goes_with_what_it_closes_over(name: str) -> None
     assert_freed(call)
 
 
+class Settings:
+    """A plain object, whose attributes a trace looks at."""
+
+    scale = 2.0
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transformed_function_goes_with_a_plain_object_that_it_closes_over(name: str) -> None:
+    def use() -> weakref.ref:
+        settings = Settings()
+        TRANSFORMS[name](lambda m, other, x: (x * settings.scale,))(chain(1, cyclic=False), nnx.Dict(), X)
+        return weakref.ref(settings)
+
+    gc.disable()
+    try:
+        assert use()() is None
+    finally:
+        gc.enable()
+
+
 # --- traces ---------------------------------------------------------------------------------------------------------
 
 
