@@ -1,4 +1,4 @@
-"""Looking at object graphs from outside: compare two, remember one, and search one for tracers.
+"""Looking at object graphs from outside: compare two, remember one, search one for tracers, see that one is freed.
 
 None of this uses the library's own walk, layouts or keys, which are under test; only what a user can see of an object.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import types
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -262,3 +264,16 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, Mapping) and not isinstance(value, types.BuiltinFunctionType):
         yield from dict(attributes).items()
+
+
+def assert_freed(use: Callable[[], weakref.ref], *, cyclic: bool = False) -> None:
+    """Fail if the object to which `use` returns a reference outlives the call; if it is `cyclic`, the collector too."""
+    gc.disable()
+    try:
+        for _ in range(2):
+            reference = use()
+            if cyclic:
+                gc.collect()
+            assert reference() is None
+    finally:
+        gc.enable()

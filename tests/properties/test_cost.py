@@ -23,6 +23,7 @@ import pytest
 
 import nnxlib as nnx
 
+from .compare import assert_freed
 from .test_matrix import ABSTRACT, EAGER, LOOPS
 
 X = jnp.ones((2, 2))
@@ -211,28 +212,18 @@ def test_a_compiled_step_makes_no_more_calls_for_a_larger_model(name: str) -> No
 # --- freed at once --------------------------------------------------------------------------------------------------
 
 
-def assert_freed(call: Callable[[Any], Any], *, cyclic: bool = False) -> None:
-    """Fail if a model outlives the last reference to it, until the collector comes; if it is `cyclic`, after that."""
-
+def assert_model_freed(call: Callable[[Any], Any], *, cyclic: bool = False) -> None:
     def use() -> weakref.ref:  # Python up to 3.12 keeps copies of the locals of a frame that an error has looked into
         model = chain(3, cyclic=False)
         call(model)
         return weakref.ref(model.first)
 
-    gc.disable()
-    try:
-        for _ in range(2):
-            reference = use()
-            if cyclic:
-                gc.collect()
-            assert reference() is None
-    finally:
-        gc.enable()
+    assert_freed(use, cyclic=cyclic)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_hold_nothing(name: str) -> None:
-    assert_freed(OPERATIONS[name])
+    assert_model_freed(OPERATIONS[name])
 
 
 @pytest.mark.parametrize("f", [write, fail], ids=lambda f: f.__name__)
@@ -247,7 +238,7 @@ def test_transforms_hold_nothing(name: str, f: Callable) -> None:
         except (ZeroDivisionError, nnx.errors.TraceContextError):
             assert f is fail
 
-    assert_freed(call, cyclic=f is fail and ERRORS_ARE_CYCLIC)
+    assert_model_freed(call, cyclic=f is fail and ERRORS_ARE_CYCLIC)
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -257,7 +248,7 @@ def test_a_transformed_function_goes_with_what_it_closes_over(name: str) -> None
     def call(m: Any) -> None:
         TRANSFORMS[name](lambda m_, other, x: (x * m.first.w,))(chain(1, cyclic=False), nnx.Dict(), X)
 
-    assert_freed(call)
+    assert_model_freed(call)
 
 
 class Settings:
@@ -273,11 +264,7 @@ def test_a_transformed_function_goes_with_a_plain_object_that_it_closes_over(nam
         TRANSFORMS[name](lambda m, other, x: (x * settings.scale,))(chain(1, cyclic=False), nnx.Dict(), X)
         return weakref.ref(settings)
 
-    gc.disable()
-    try:
-        assert use()() is None
-    finally:
-        gc.enable()
+    assert_freed(use)
 
 
 # --- traces ---------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from nnxlib.transforms.body_checks import BodyError, check_types, retyped, struc
 from nnxlib.transforms.leaf_checks import type_of
 from nnxlib.transforms.lift import Arguments
 from nnxlib.transforms.program import Program, program_of, weakly
+from tests.properties.compare import assert_freed
 
 from .models import Layer, Pair, X, counted
 
@@ -170,11 +171,7 @@ def test_a_program_is_kept_with_its_function_by_key_and_goes_with_it():
         assert made.count == 2
         return weakref.ref(function)
 
-    gc.disable()
-    try:
-        assert use()() is None
-    finally:
-        gc.enable()
+    assert_freed(use)
 
 
 @pytest.mark.parametrize("place", [0, 1])
