@@ -1,8 +1,8 @@
 """Data and static values: which attributes of an object are traced, and how a user declares it otherwise.
 
 Arrays, Variables and nodes are *data*, and so is a pytree that holds any; everything else is *static*, a part of the
-program. An annotation ``x: nnx.Data[...]``, or ``nnx.data(x)`` / ``nnx.static(x)`` at assignment or as a dataclass
-field, overrides that for one attribute: its *mark*. The marks of a class are found once; those of an object are in its
+program. An annotation ``x: nnx.Data[...]``, or ``nnx.data(x)`` / ``nnx.static(x)`` at assignment or in the class,
+overrides that for one attribute: its *mark*. The marks of a class are found once; those of an object are in its
 ``_nnx_marks``.
 
 The questions about a value, from what is known at a glance to what takes a look into it:
@@ -279,16 +279,15 @@ def explicit_mark(node: Any, name: Any, marks: Mapping[Any, Any] | None = None) 
 
 
 def class_marks(cls: type) -> dict[str, bool]:
-    """What the annotations and dataclass fields of a class declare, by attribute; computed once per class."""
+    """What the annotations and fields of a class declare, by attribute; computed once per class."""
     marks = cls.__dict__.get("_nnx_class_marks")
     if marks is None:
         marks = {}
         for base in reversed(cls.__mro__):
             found = {name: _annotated(annotation) for name, annotation in annotations_of(base).items()}
+            attributes = {**vars(base), **vars(base).get("__dataclass_fields__", {})}
+            found |= {name: mark_of(value) for name, value in attributes.items() if declares(value)}
             marks |= {name: mark for name, mark in found.items() if mark is not None}
-        for name, field in getattr(cls, "__dataclass_fields__", {}).items():
-            if DECLARED in field.metadata:
-                marks[name] = field.metadata[DECLARED]
         type.__setattr__(cls, "_nnx_class_marks", marks)
     return marks
 

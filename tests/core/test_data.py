@@ -169,6 +169,32 @@ def test_annotations_declare_data_and_static():
     assert state_paths(Annotated()) == [("steps",)]
 
 
+def test_fields_declare_data_and_static_in_any_class():
+    """`nnx.data(...)` and `nnx.static(...)` in the body of a class do the same, dataclass or not."""
+
+    class Fitted(nnx.Module):
+        scale: float | None = nnx.data(None)
+        name = nnx.static("")
+
+        def __init__(self):
+            self.scale, self.name = None, "a"
+
+    class Refitted(Fitted):
+        name = nnx.data("")
+
+    traces = []
+    double = nnx.jit(lambda model: traces.append(model) or model.scale * 2)
+    m = Fitted()
+    for scale in 1.0, 2.0:
+        m.scale = scale  # an input of the program, as it is in flax.nnx; it was traced for each number
+        assert double(m) == 2 * scale
+    assert len(traces) == 1
+    assert state_paths(m) == [("scale",)]
+    m = Refitted()
+    m.name = 3
+    assert state_paths(m) == [("name",)]  # a subclass decides anew
+
+
 def test_annotations_that_are_strings():
     """As under `from __future__ import annotations`: Data and Static are recognised behind any name of the module."""
 
