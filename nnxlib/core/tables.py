@@ -13,7 +13,8 @@ Dicts, lists and States in a pytree that is an attribute are not nodes; foreign.
 parts that can change unnoticed (such as arrays in the slots of a class) is walked at every call. As a guard against
 writes that bypass every check (``object.__setattr__`` from outside), uses number 1, 2, 4, 8, ... of a table (8, 16, ...
 if it was made in a trace) walk anyway, and raise :class:`~nnxlib.core.errors.StaleLayoutError` if the table does not
-describe the object. With the environment variable ``NNXLIB_CHECK`` set, every use does.
+describe the object, or warn if it only lacks attributes. With the environment variable ``NNXLIB_CHECK`` set, every
+use does.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from .data import is_node
 from .editable import Guard
 from .foreign import Flattened
 from .graph import build, pack
-from .graphdef import differences_listed
+from .graphdef import as_change, structural_differences
 from .layout import Layout
 from .live_table import LiveTable, PendingTable, container_of
 from .objects import Pytree
 from .patching import patched
 from .rows import LEAF, NodeRow, Row, Tree, count_leaves
 from .stamps import Stamp, stamping, with_stamp
-from .tracing import at_top_level
+from .tracing import Place, at_top_level
 from .walk import Walk
 
 
@@ -154,7 +155,7 @@ def _checked(table: LiveTable, root: Any) -> LiveTable:
     """Walk the object anyway, and compare; returns its table: a new one, if another thread has changed the object.
 
     Raises:
-      StaleLayoutError: if the object was changed in a way that its table has not noticed.
+      StaleLayoutError: if the object was changed in a way that its table has not noticed, other than by an addition.
     """
     edition = table.stamp.edition  # before the walk
     packed = pack(root)
@@ -164,14 +165,18 @@ def _checked(table: LiveTable, root: Any) -> LiveTable:
         return table
     if any(type(x) is not row.type for x, row in zip([root, *table.objects[1:]], table.layout.rows, strict=True)):
         return _make(root)  # %autoreload has given an object the edited class
-    changes = differences_listed(table.layout, packed.layout)
+    found = list(structural_differences(table.layout, packed.layout))
     time.sleep(_UNTIL_TOLD)
     if table.guard.valid != edition:
         return table_of(root)
     object.__setattr__(root, "_nnx_table", None)
-    raise errors.StaleLayoutError(
-        errors.listed(_STALE.format(kind=type(root).__name__), changes or [_EXCHANGED], _REMEDY)
-    )
+    for x in root, *table.objects[1:]:
+        x._nnx_changed()  # for whatever else describes it, such as its shape as a pytree
+    said = errors.listed(_STALE.format(kind=type(root).__name__), list(map(as_change, found)) or [_EXCHANGED], _REMEDY)
+    if {difference.kind for difference in found} != {"added"}:
+        raise errors.StaleLayoutError(said)
+    Place().warn(said)  # a cache, most likely, without which earlier calls were right
+    return _make(root)
 
 
 _UNTIL_TOLD = 0.05  # seconds until another thread that has changed an object has surely invalidated the stamp

@@ -211,6 +211,36 @@ def test_writes_around_every_check_are_found_out():
     assert f(m).item() == 5
 
 
+def test_what_raw_jax_flattens_is_noticed_with_it():
+    """Once a write around every check has been found out, plain jax.jit sees it, too; it went on with the old value."""
+    m = Net()
+    f, g = (jit(lambda m: m.layers[0].n) for jit in (nnx.jit, jax.jit))
+    f(m), g(m)
+    object.__setattr__(m.layers[0], "n", 5)
+    with pytest.raises(StaleLayoutError):
+        [f(m) for _ in range(20)]
+    assert g(m) == 5
+
+
+def test_a_cache_that_is_added_around_every_check_is_a_warning():
+    """As in solvers that keep what they compute by object.__setattr__, which flax.nnx lets pass."""
+
+    class Cache:
+        pass
+
+    for added, leaves in (Cache(), 1), (jnp.ones(1), 2):
+        m = nnx.List([Layer()])
+        f = nnx.jit(lambda m: m[0].w + len(vars(m[0])))
+        before = f(m)
+        assert len(jax.tree.leaves(m)) == 1
+        object.__setattr__(m[0], "_cache", added)
+        with pytest.warns(UserWarning, match=r"\[0\]\._cache: nothing became (.|\n)*`setattr`"):
+            [f(m) for _ in range(8)]
+        np.testing.assert_array_equal(f(m), before + 1)
+        assert len(jax.tree.leaves(m)) == leaves
+        assert vars(nnx.clone(m)[0])["_cache"] is not None
+
+
 def test_copies_have_no_record():
     """A deep copy, a shallow copy and a pickle start without one."""
     m = Net()
