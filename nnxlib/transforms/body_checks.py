@@ -228,7 +228,7 @@ def what_became(
 
 RETURN_ALIKE = """\
 Return the same pytree, with the same objects in the same places, changed in place, or new ones of the same structure \
-that take their places."""
+that take their places, which have the same attributes, set in the same order, and the same static values."""
 
 
 def retyped(leaves: Sequence[Any], positions: Sequence[int], types: Sequence[Any]) -> list[Any] | None:

@@ -492,6 +492,16 @@ def test_an_object_that_is_changed_and_replaced_is_an_error_by_path():
         nnx.fori_loop(0, 3, body, Layer())
 
 
+def test_a_new_object_of_another_structure_is_told_what_has_to_be_alike():
+    class Sum(nnx.Module):
+        def __init__(self, total, kind):
+            self.total, self.kind = nnx.Variable(total), kind
+
+    alike = r"a new object(.|\n)*the same attributes, set in the same order, and the same static values"
+    with pytest.raises(BodyError, match=alike):
+        nnx.while_loop(lambda s: s.total < 3, lambda s: Sum(s.total + 1, "b"), Sum(jnp.zeros(()), "a"))
+
+
 def test_a_method_that_is_the_body_may_not_replace_its_own_module():
     class Doubling(Layer):
         def body(self, i, m):
