@@ -54,7 +54,7 @@ def data(value: A, /, **kwargs: Any) -> A: ...
 @overload
 def data(**kwargs: Any) -> Any: ...
 def data(value: Any = MISSING, /, **kwargs: Any) -> Any:
-    """Declare an attribute or a dataclass field to be data, whatever its value is.
+    """Declare an attribute, or a field in the body of a class, to be data, whatever its value is.
 
     >>> import nnxlib as nnx
     >>> class Counter(nnx.Module):
@@ -74,7 +74,7 @@ def static(value: A, /, **kwargs: Any) -> A: ...
 @overload
 def static(**kwargs: Any) -> Any: ...
 def static(value: Any = MISSING, /, **kwargs: Any) -> Any:
-    """Declare an attribute or a dataclass field to be static, whatever its value is; see :func:`data`.
+    """Declare an attribute, or a field in the body of a class, to be static, whatever its value is; see :func:`data`.
 
     >>> import nnxlib as nnx
     >>> class Table(nnx.Module):
