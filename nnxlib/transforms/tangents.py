@@ -161,6 +161,21 @@ def _dtype(leaf: Any) -> Any:
         return None
 
 
+def check_not_refs(packed: Packed, tangents: Tangents) -> None:
+    """Check that nothing that is to get a gradient is a ``jax.Ref``; JAX accumulates that of one into another.
+
+    Raises:
+      ArgumentError: naming its path.
+    """
+    leaves = zip(tangents.take(packed.layout.leaf_paths), tangents.take(packed.leaves), strict=True)
+    for path in [path for path, leaf in leaves if isinstance(leaf, jax.Ref)]:
+        raise ArgumentError(
+            f"Cannot differentiate {format_path(path)}: its value is in a jax.Ref, which has no gradient. Make the "
+            "Variable without ref=True, pass an array (ref[...]), or choose other leaves with "
+            "argnums=nnx.DiffState(argnum, filter)."
+        )
+
+
 def check_differentiable(packed: Packed, tangents: Tangents, holomorphic: bool, allow_int: bool | None) -> None:
     """Check that what is to be differentiated is of floating type, or of complex type if ``holomorphic``.
 
@@ -169,6 +184,7 @@ def check_differentiable(packed: Packed, tangents: Tangents, holomorphic: bool, 
     Raises:
       ArgumentError: if not; names its path.
     """
+    check_not_refs(packed, tangents)
     kind = jnp.complexfloating if holomorphic else jnp.inexact
     needed = ", and holomorphic=True is for complex numbers" if holomorphic else ""
     advice = "" if holomorphic or allow_int is None else ", or pass allow_int=True"

@@ -18,7 +18,7 @@ from ..core.missing import MISSING, is_missing
 from ..core.tracing import boundary
 from .jit import jit
 from .leaf_checks import type_of
-from .tangents import Argnums, Derivation, Tangents, is_inexact, is_single
+from .tangents import Argnums, Derivation, Tangents, check_not_refs, is_inexact, is_single
 
 
 @boundary
@@ -66,6 +66,7 @@ def vjp(
         return functools.wraps(f, updated=())(lambda *primals: vjp(f, *primals, **options))
     call = Derivation(f, primals, has_aux)
     numbers = call.choose(argnums)
+    check_not_refs(call.packed, call.tangents)
     given = call.options(jax.vjp, saveable_args=saveable_args, in_nzs=in_nzs)
     values, pull, rest = jax.vjp(call.pure, call.leaves, has_aux=True, reduce_axes=reduce_axes, **given)
     leaves, outcome, outputs = rest

@@ -483,6 +483,17 @@ def test_argnums_are_numbers(argnums, shown):
             r"args\[1\]\[0\]: it is a str \('x'\), not an array",
         ),
         (lambda m: nnx.value_and_grad(lambda p: 1.0)(nnx.Param("x")), r"args\[0\]: it is a str \('x'\), not an array"),
+        *[
+            (
+                lambda m, derivative=derivative: derivative([nnx.Param(X, ref=True)]),
+                r"args\[0\]\[0\]: its value is in a jax\.Ref.* without ref=True.*DiffState",
+            )
+            for derivative in [
+                nnx.grad(lambda m: m[0].sum()),
+                nnx.jacrev(lambda m: m[0].sum()),
+                functools.partial(nnx.vjp, lambda m: m[0].sum()),
+            ]
+        ],
     ],
 )
 def test_leaves_that_cannot_be_differentiated(call, message):
