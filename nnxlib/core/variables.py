@@ -191,7 +191,12 @@ class Variable(ArrayOperators[A], VariableSlots):
         """Write a value without checks; into the jax.Ref, if the present one is kept in one."""
         cell: Any = self._cell
         if "ref" in self._metadata and isinstance(cell.value, jax.Ref):
-            cell.value[...] = as_stored(value, NO_METADATA)
+            try:
+                cell.value[...] = as_stored(value, NO_METADATA)
+            except Exception as error:  # of JAX, of no narrower class
+                if "array reference" in str(error):
+                    error.add_note(_DEPENDS.format(where=self._where()))
+                raise
         else:
             cell.value = value
 
@@ -514,6 +519,10 @@ def plain_value(x: Any) -> Any:
 _PLACE_IS_FIXED = """\
 Whether a Variable keeps its value in a jax.Ref is decided when it is made; for one that does otherwise write \
 {kind}(value, ref={ref}) or variable.copy(ref={ref})."""
+
+_DEPENDS = """\
+That is the jax.Ref of {where}. In a derivative, write jax.lax.stop_gradient(value) to it. In a vmap, give it an axis \
+(in_axes), or reduce the value first."""
 
 _CROSS_TRACE = """\
 Cannot write to {where} from inside a JAX transformation that it was not passed to: the new value would outlive its \

@@ -1079,6 +1079,25 @@ def test_jax_carries_writes_to_a_ref_out_of_its_own_transformations():
     assert v.tolist() == [13, 15, 17]
 
 
+@pytest.mark.parametrize(
+    ("transform", "remedy"), [(nnx.grad, "stop_gradient"), (lambda f: nnx.vmap(f, in_axes=(None, 0)), "in_axes")]
+)
+def test_a_value_that_a_ref_cannot_take_is_refused_with_its_path(transform, remedy):
+    """JAX asks to make an argument of the Ref, which it is; where it is written is noted, and what to do."""
+
+    def mean(stats, x):
+        stats.seen[...] = stats.weight * x
+        return (stats.weight * x).sum()
+
+    stats = nnx.Dict(weight=nnx.Param(jnp.ones(3)), seen=nnx.BatchStat(jnp.zeros(3), ref=True))
+    with pytest.raises(Exception, match="array reference") as error:
+        transform(mean)(stats, jnp.ones((3, 3)) if remedy == "in_axes" else jnp.ones(3))
+    assert any(remedy in note and "BatchStat (float32[3]) at stats.seen" in note for note in error.value.__notes__)
+    stopped = lambda stats, x: setattr(stats, "seen", jax.lax.stop_gradient(stats.weight * x)) or stats.weight.sum()
+    nnx.grad(stopped)(stats, jnp.full(3, 2.0))
+    assert stats.seen.tolist() == [2.0, 2.0, 2.0]
+
+
 def test_a_variable_with_a_ref_comes_out_of_a_transform():
     """JAX returns no Ref: it is read on the way out, and there is a new one outside."""
     made = nnx.jit(lambda x: nnx.Dict(a=nnx.Param(x, ref=True)))(jnp.ones(2))
