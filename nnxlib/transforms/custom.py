@@ -163,8 +163,11 @@ class _Custom:
         f = _of_positions if isinstance(self._function, functools.partial) else self._function
         bound = signature_of(f).bind(*self._bound, *args, **{**self._kwargs, **kwargs})
         bound.apply_defaults()
-        if bound.kwargs:
-            raise ArgumentError(f"{self!r} takes no keyword-only arguments, but was given {sorted(bound.kwargs)}.")
+        if given := sorted(bound.kwargs.keys() & {*self._kwargs, *kwargs}):
+            raise ArgumentError(
+                f"{self!r} takes no keyword-only arguments, but was given {given}. Its rules get all arguments by "
+                "position: leave out the * (or **) where it is defined."
+            )
         return bound.args
 
     def _transformed(self, call: _Call) -> Callable:

@@ -737,11 +737,18 @@ def test_a_part_that_holds_an_array_and_is_taken_away():
 
 
 def test_a_keyword_only_argument_is_an_error():
-    """Rules take their arguments by position."""
-    f = nnx.custom_vjp(lambda x, *, scale=1.0: x * scale)
-    f.defvjp(lambda x: (x, None), lambda residuals, g: (g,))
-    with pytest.raises(errors.ArgumentError, match=r"takes no keyword-only arguments, but was given \['scale'\]"):
-        f(1.0, scale=2.0)
+    """Rules take their arguments by position. One that is left out keeps its default, as in JAX."""
+    f = nnx.custom_vjp(lambda x, *, scale=3.0: x * scale)
+    f.defvjp(lambda x: (x, None), lambda residuals, g: (10 * g[1],))
+    for scaled in (f, functools.partial(f, scale=2.0)):
+        with pytest.raises(errors.ArgumentError, match=r"no keyword-only arguments, but was given \['scale'\]"):
+            scaled(1.0, scale=2.0)
+    assert f(2.0) == 6.0
+    assert nnx.grad(f)(2.0) == 10.0
+    g = nnx.custom_jvp(lambda x, *, scale=3.0: x * scale)
+    g.defjvp(lambda primals, tangents: (g(*primals), 10 * tangents[0]))
+    assert g(2.0) == 6.0
+    assert nnx.grad(g)(2.0) == 10.0
 
 
 def test_none_for_a_part_of_nested_dicts():
