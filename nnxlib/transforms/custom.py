@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ..core.annotations import parameters_of, signature_of, stand_for
-from ..core.data import is_data
+from ..core.data import holds_nodes, is_data
 from ..core.errors import OUTPUT, ArgumentError, describe, format_path
 from ..core.filters import Nothing, to_predicate
 from ..core.graph import After, Delta, Packed, build, pack
@@ -134,7 +134,7 @@ class _Custom:
     """A function with a derivative of its own."""
 
     def __init__(self, fun: Callable, nondiff_argnums: Argnums = (), nondiff_argnames: str | Iterable[str] = ()):
-        opaque = isinstance(fun, functools.partial) and not any(map(is_data, (*fun.args, *fun.keywords.values())))
+        opaque = isinstance(fun, functools.partial) and not holds_nodes((fun.args, fun.keywords))
         self._function, self._bound, self._kwargs = (fun, (), {}) if opaque else resolve(fun)
         stand_for(self, fun)
         by_name = Selection(self._function, 0, None, nondiff_argnames, "nondiff")

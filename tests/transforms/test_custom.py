@@ -355,6 +355,18 @@ def test_jvps_of_a_bound_module():
     assert nnx.grad(f)(A) == 10 * m.x
 
 
+@pytest.mark.parametrize("bind", [lambda f: functools.partial(f, A), lambda f: functools.partial(f, b=A)])
+def test_an_array_that_a_partial_has_bound_is_a_constant_as_in_jax(bind):
+    """No argument of the rule: this one gives the first tangent that it gets, which was that of the bound array."""
+    bound = bind(lambda a, b: a * b)
+    f = nnx.custom_jvp(bound)
+    f.defjvp(lambda primals, tangents: (f(*primals), 10 * tangents[0]))
+    assert nnx.grad(f)(A) == jax.grad(f)(A) == 10
+    f = nnx.custom_vjp(bound)
+    f.defvjp(lambda x: (f(x), None), lambda _, gradients: (20 * gradients[1],))
+    assert nnx.grad(f)(A) == jax.grad(f)(A) == 20
+
+
 def test_jvp_of_an_output_with_a_module():
     """The tangent of a new Module in the output is a State; what it leaves out is zero."""
     f = nnx.custom_jvp(lambda m: Net(m.x.value, m.y.value))
