@@ -141,9 +141,12 @@ def _fill(container: Any, items: dict[Any, Any]) -> None:
     change(container, fill_adopted, container, items)
 
 
-def _index(items: List, name: str) -> int | None:
-    """The index that a name of digits stands for, as in flax.nnx; None for other names, and beyond the end."""
-    return int(name) if name.isdecimal() and int(name) < list.__len__(items) else None
+def _index(items: List, name: str | int) -> int | None:
+    """The index that a name of digits stands for, as in flax.nnx; None for other names, and beyond the end.
+
+    Code that follows a path through ``vars()`` asks for the index itself, which was the name up to flax 0.12.3.
+    """
+    return int(name) if str(name).isdecimal() and int(name) < list.__len__(items) else None
 
 
 class IndexView(AttributeView):

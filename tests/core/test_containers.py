@@ -870,6 +870,21 @@ def test_the_names_in_a_list_are_its_items_and_attributes():
     assert {"a": 1} | vars(layers) == {"a": 1, "0": 1, "1": 2, "rate": 0.5}
 
 
+def test_a_path_is_followed_through_vars():
+    """Its indices are found there as they are; what is not there is no error of ours."""
+    model = nnx.Dict(layers=[1, 2])
+    value = model
+    for key in ("layers", 1):
+        value = vars(value)[key]
+    assert value == 2
+    assert [key in vars(model.layers) for key in (0, 2, -1, None, True)] == [True, False, False, False, False]
+    vars(model.layers)[0] = 3
+    assert list(model.layers) == [3, 2]
+    assert vars(model.layers).get(2) is None
+    with pytest.raises(KeyError):
+        vars(model.layers)[2]
+
+
 def test_methods_take_their_arguments_by_name():
     """As those of flax.nnx, though not those of list and dict; each notes the change, and the trace, as ever."""
     layers, heads = nnx.List([nnx.Param(float(k)) for k in range(3)]), nnx.Dict(a=nnx.Param(1.0))
