@@ -58,7 +58,7 @@ def _meant(fullname: str) -> str:
 
 sys.meta_path.insert(0, _Finder())
 
-_IN_GRAPH_MODE = frozenset(
+IN_GRAPH_MODE = frozenset(  # what has the switches set
     "backup_keys cached_partial checkify clone cond custom_vjp eval_shape flatten fori_loop fork_rngs "
     "get_abstract_model grad graphdef iter_children iter_graph iter_modules jit jvp pmap recursive_map remat reseed "
     "scan shard_map split split_rngs state switch value_and_grad view view_info vjp vmap while_loop".split()
@@ -68,7 +68,7 @@ _IN_GRAPH_MODE = frozenset(
 def __getattr__(name: str) -> Any:
     if name in _HERE:
         return importlib.import_module(f".{name}", __name__)
-    if name not in _IN_GRAPH_MODE:
+    if name not in IN_GRAPH_MODE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "backup_keys":
         return __getattr__("rnglib").backup_keys
@@ -78,4 +78,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HERE, *_IN_GRAPH_MODE})
+    return sorted({*globals(), *_HERE, *IN_GRAPH_MODE})

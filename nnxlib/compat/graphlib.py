@@ -7,6 +7,7 @@ is what stands for an object in the rows of others.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from typing import Any, Generic, TypeVar
 
 import jax.tree_util as jtu
@@ -96,3 +97,10 @@ def jax_to_nnx_path(jax_path: tuple, /) -> PathParts:
     ('a', 0)
     """
     return tuple([path_key(entry) for entry in jax_path])
+
+
+def __getattr__(name: str) -> Any:  # in flax 0.12.5 the functions of its later `compat` were here
+    compat = importlib.import_module(__package__)
+    if name in compat.IN_GRAPH_MODE:
+        return getattr(compat, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

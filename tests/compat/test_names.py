@@ -64,8 +64,16 @@ def test_graph_mode_has_a_namespace():
     assert nnx.compat.jit(lambda m, x: m(x))(nnx.merge(graphdef, state), jnp.ones((1, 2))).shape == (1, 3)
     assert nnx.compat.backup_keys is rnglib.backup_keys
     assert {"vmap", "flax"} <= set(dir(nnx.compat))
-    with pytest.raises(AttributeError, match="no_such_name"):
-        nnx.compat.no_such_name
+    for namespace in (nnx.compat, nnx.graph):
+        with pytest.raises(AttributeError, match=f"{namespace.__name__}.*no_such_name"):
+            namespace.no_such_name
+
+
+def test_graph_had_the_names_of_compat():
+    """In flax 0.12.5 its functions that choose graph mode were in `nnx.graph`."""
+    grads = nnx.graph.grad(lambda m: m(jnp.ones((1, 2))).sum())(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    assert isinstance(grads, nnx.State)
+    assert nnx.graph.iter_modules is nnx.compat.iter_modules
 
 
 def test_rows_of_a_graphdef_have_types():
