@@ -346,7 +346,7 @@ else:
         "use nnx.MultiHeadAttention": "MultiheadAttention MultiHeadDotProductAttention SelfAttention",
         "use nnx.RNN(nnx.LSTMCell(...))": "LSTM",
         "use nnx.RNN(nnx.GRUCell(...))": "GRU",
-        "use nnx.List": "ModuleList",
+        "use nnx.List": "ModuleList Sequence",
         "use nnx.Dict": "ModuleDict",
         "use nnx.Param": "Parameter",
         "use the function nnx.identity": "Identity",
@@ -359,14 +359,14 @@ else:
         "use nnx.state, and Orbax or NumPy: docs/training.md": (
             "save load save_checkpoint restore_checkpoint tree_serialise_leaves tree_deserialise_leaves"
         ),
-        "use nnx.jit": "Jit filter_jit",
+        "use nnx.jit": "JIT Jit filter_jit",
         "use nnx.grad": "Grad filter_grad",
         "use nnx.value_and_grad": "filter_value_and_grad",
         "use nnx.vmap": "Vmap filter_vmap",
         "use nnx.split and nnx.merge, with filters": "partition combine is_array is_inexact_array",
         "use an assignment: model.layer.kernel.value = array": "tree_at",
         "use nnx.Optimizer": "apply_updates",
-        "use model.train() and model.eval()": "inference_mode",
+        "use model.train() and model.eval()": "train_mode eval_mode inference_mode",
         "use nothing, for gradients are computed only where nnx.grad asks for them": "no_grad",
         "use nnx.with_partitioning": "with_logical_partitioning",
         "use nnx.split, which gives a pure function its arguments": "transform transform_with_state",
@@ -375,18 +375,19 @@ else:
         "use a loss of optax, such as optax.l2_loss": (
             "MSELoss L1Loss CrossEntropyLoss BCEWithLogitsLoss softmax_cross_entropy cross_entropy"
         ),
-        "use nnx.fork_rngs or nnx.split_rngs": "fork",
+        "use nnx.fork_rngs or nnx.split_rngs": "fork ForkStates",
         "use nnx.view": "set_mode",
         "use nnx.view_info": "set_mode_info",
-        "give Variables ref=True": "use_refs using_refs to_refs as_ref_vars",
+        "give Variables ref=True": "use_refs using_refs to_refs as_ref_vars use_mutable_arrays using_mutable_arrays",
         "leave it out, and compile with nnx.jit what changes a Module": (
             "use_hijax using_hijax to_hijax to_lojax mutable freeze"
         ),
         "leave it out: jax.grad and nnx.jit take a Module or a State as it is": (
-            "as_immutable_vars as_mutable_vars as_hijax_vars to_arrays"
+            "as_immutable_vars as_mutable_vars as_hijax_vars as_pytree_vars as_array_vars to_arrays"
         ),
-        "use jax.new_ref": "mutable_array",
-        "use jax.Ref": "MutableArray",
+        "use jax.new_ref": "array_ref mutable_array",
+        "use jax.Ref, as in isinstance(x, jax.Ref)": "ArrayRef MutableArray is_array_ref is_mutable_array",
+        "use nnx.is_data": "is_data_type",
         "use nnx.register_variable_name": "register_variable_name_type_pair",
         "jax.lax.with_sharding_constraint takes a State": "with_sharding_constraint",
     }
