@@ -97,9 +97,9 @@ class Node(Identified):
     # own: of such a node only the Variables are captured.
     _nnx_is_captured: bool = True
 
-    def __init_subclass__(cls, *, pytree: bool = True, **kwargs: Any):
+    def __init_subclass__(cls, *, pytree: bool = True, experimental_pytree: bool = True, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        cls._nnx_is_pytree = pytree
+        cls._nnx_is_pytree = pytree  # `experimental_pytree=True` of flax.nnx up to 0.10 asks for what is the default
         cls._nnx_is_captured = cls._check_valid_context is Node._check_valid_context
         for register in PYTREE_REGISTRARS if pytree else ():
             register(cls)

@@ -874,3 +874,13 @@ def test_metadata_that_are_computed_in_a_trace_are_no_hindrance_there():
         return v.value * v.scale
 
     assert shifted(1.0) == 4.0
+
+
+def test_a_class_may_ask_to_be_a_pytree():
+    """As code for flax up to 0.10 does, where a Module was none otherwise."""
+
+    class Scale(nnx.Module, experimental_pytree=True):
+        def __init__(self):
+            self.factor = nnx.Param(2.0)
+
+    assert jax.tree.leaves(jax.tree.map(lambda x: x + 1, Scale())) == [3.0]
