@@ -448,7 +448,7 @@ class Variable(ArrayOperators[A], VariableSlots):
         elif name == "__class__":
             self.check_writable()
             change(self, _set, self, name, value)
-        elif isinstance(getattr(type(self), name, None), property):
+        elif getattr(getattr(type(self), name, None), "fset", None):  # a property that can be set
             _set(self, name, value)
         else:
             raise AttributeError(

@@ -290,6 +290,13 @@ def test_attributes_cannot_be_set():
     assert (v.value, v.get_metadata()) == (0.0, {})
 
 
+@pytest.mark.parametrize("name", ["sharding", "sharding_names"])
+def test_what_is_only_read_says_how_it_is_set(name):
+    """As code for flax up to 0.11 sets them, or adds to them: they are read like attributes."""
+    with pytest.raises(AttributeError, match=rf"set_metadata\({name}=\.\.\.\)"):
+        setattr(nnx.Param(jnp.zeros(2), sharding_names=("a",)), name, ("b",))
+
+
 def test_metadata_changes_are_structural_and_values_are_not():
     """Only set_metadata ends the cached layouts that describe the Variable."""
     v = nnx.Param(jnp.zeros(2))
