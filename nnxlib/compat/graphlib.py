@@ -100,7 +100,7 @@ def jax_to_nnx_path(jax_path: tuple, /) -> PathParts:
 
 
 def __getattr__(name: str) -> Any:  # in flax 0.12.5 the functions of its later `compat` were here
-    compat = importlib.import_module(__package__)
+    compat = importlib.import_module("..compat", __package__)
     if name in compat.IN_GRAPH_MODE:
         return getattr(compat, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
