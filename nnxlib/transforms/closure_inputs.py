@@ -151,16 +151,16 @@ class Captures:
     def capture_held(self, packed: Packed, captured: Sequence[Any]) -> None:
         """Before a trace, capture what its arguments lead to (core/held_by_arguments.py).
 
-        The trace would not notice it if it only reads settings; if it noticed it, it would be made twice. If they lead
-        to objects that are captured already, it is known from now on how: they may be replaced there.
+        The trace would not notice it if it only reads settings, or if it is of a trace around that in which the call
+        is made; if it noticed it, it would be made twice. If they lead to objects that are captured already, it is
+        known from now on how: they may be replaced there.
 
         Raises:
           CapturedObjects: if anything is to be captured, or is known now; then without objects.
         """
         given = set(map(id, packed.objects))
         used, methods = used_by_arguments([self._function], packed.layout)
-        others = [x for x in (*held_in(packed.layout), *used) if x._nnx_is_captured and id(x) not in given]
-        found = [x for x in others if x._nnx_trace is current_trace()]
+        found = [x for x in (*held_in(packed.layout), *used) if x._nnx_is_captured and id(x) not in given]
         if found:
             raise CapturedObjects(found, running_in(methods))
         with self._adding:

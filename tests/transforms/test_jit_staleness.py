@@ -1831,6 +1831,45 @@ def test_a_setting_of_a_module_in_an_object_that_an_argument_holds(hold, f, by):
     assert kept(m) == f(m)
 
 
+WITHIN = {
+    "remat": lambda f: lambda m, x: nnx.remat(lambda m, x: f(m, x))(m, x),
+    "grad": lambda f: lambda m, x: nnx.grad(lambda x, m: (x.sum(), f(m, x)), has_aux=True)(x, m)[1],
+    "vmap": lambda f: lambda m, x: nnx.vmap(lambda m, x: f(m, x), in_axes=(None, 0))(m, x[None])[0],
+    "cond": lambda f: lambda m, x: nnx.cond(True, lambda m, x: f(m, x), lambda m, x: f(m, x), m, x),
+}
+
+
+@pytest.mark.parametrize("outer", [nnx.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("within", WITHIN.values(), ids=WITHIN)
+@pytest.mark.parametrize("read", ["scale", "call"])
+@pytest.mark.parametrize("hold", ["function", "object", "class"])
+def test_a_jitted_function_within_a_transform_sees_what_its_argument_holds(hold, read, within, outer):
+    """The Module belongs to another trace than the one that runs, so it can be read, which is all that is done here."""
+
+    class Owner(nnx.Module):
+        def __init__(self):
+            self.holder = types.SimpleNamespace(model=held) if hold == "object" else None
+            self.function = (lambda: held) if hold == "function" else None
+
+        def held(self):
+            return self.holder.model if hold == "object" else self.function() if hold == "function" else self.of_class
+
+    held = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    held.scale = 2.0
+    if hold == "class":
+        Owner.of_class = held
+    owner, x = Owner(), jnp.ones(2)
+    f = lambda m, x: x * m.held().scale if read == "scale" else m.held()(x) * m.held().scale
+    jitted = nnx.jit(f)
+    whole = outer(within(jitted))
+    for scale in 2.0, 3.0, 2.0:
+        held.scale = scale
+        for y in x, x, 2 * x, jnp.ones((1, 2)):
+            np.testing.assert_allclose(whole(owner, y), f(owner, y), rtol=1e-6)
+        held.kernel *= 2.0
+        np.testing.assert_allclose(jitted(owner, x), f(owner, x), rtol=1e-6)
+
+
 RATED: Any = None
 
 FUNCTIONS_OF_HOLDER = {
