@@ -3,7 +3,7 @@
 Two models share a compiled function if their static values are equal, so equality must mean "JAX would trace the same
 program". Python's ``==`` is too coarse for that (``1 == True == 1.0``, ``0.0 == -0.0``) and too fine (two lambdas from
 the same line differ, a list has no hash). So a value is *frozen*: mapped to a hashable *key* with the right equality,
-by exact types, containers item by item, functions without closures by their code.
+by exact types, containers item by item, functions without closures by their code and the globals that it names.
 
 A :class:`Const` is a value with its key. If anything in the value can be changed in place, the Const holds a copy, so
 that it always agrees with its key. It gives each trace another copy, and the value itself is compared with it at each
@@ -276,14 +276,15 @@ class _Freezer:
     def function(self, value: types.FunctionType) -> Hashable:
         if value.__closure__ or value.__dict__:  # which can be rebound, and hold anything
             return self.identity(value)
+        own = value.__code__, Identity(value.__globals__), _named_by(value)
         if not (value.__defaults__ or value.__kwdefaults__):
-            return value.__code__, Identity(value.__globals__)
+            return own
         before, self.mutable = self.mutable, False
         defaults = self.content(value, (*(value.__defaults__ or ()), ..., *(value.__kwdefaults__ or {}).items()))
         if self.mutable:  # a function is not copied
             return self.identity(value), defaults
         self.mutable = before
-        return value.__code__, Identity(value.__globals__), defaults
+        return own, defaults
 
     def partial(self, value: functools.partial) -> Hashable:
         return self.content(value, (value.func, value.args, tuple(value.keywords.items())))
@@ -387,6 +388,35 @@ RULES: dict[type, Callable[[_Freezer, Any], Hashable]] = {
     functools.partial: _Freezer.partial,
     jax.tree_util.Partial: _Freezer.partial,
 }
+
+
+def _named_by(function: types.FunctionType) -> tuple[Identity, ...]:
+    """What the globals that a function names were when it was first frozen: its trace has them as constants.
+
+    A cell of a notebook that is run again defines the same function, but perhaps other numbers or functions.
+    """
+    found = _named.get(function)
+    if found is None:
+        namespace = function.__globals__
+        values = [namespace[name] for name in sorted(_names_in(function.__code__)) if name in namespace]
+        found = _named.setdefault(function, tuple(map(_weak_identity, values)))
+    return found
+
+
+_named: weakref.WeakKeyDictionary[types.FunctionType, tuple[Identity, ...]] = weakref.WeakKeyDictionary()
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = [_names_in(const) for const in code.co_consts if type(const) is types.CodeType]
+    return set(code.co_names).union(*inner)
+
+
+def _weak_identity(value: Any) -> Identity:
+    """As :class:`Identity`, but keeps nothing alive of which there are weak references."""
+    try:
+        return Identity(weakref.ref(value))  # the same reference for the same object
+    except TypeError:
+        return Identity(value)
 
 
 def _is_hashed_by_content(value: Any) -> bool:

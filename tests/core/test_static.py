@@ -8,6 +8,7 @@ import functools
 import pickle
 import threading
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 
 import jax
@@ -254,6 +255,33 @@ def test_keys_that_differ_by_a_function_of_another_module():
     exec(source, two)
     assert Const.of(one["f"]) != Const.of(two["f"])
     assert Const.of(one["f"]) == Const.of(one["f"])
+
+
+@pytest.mark.parametrize(
+    "source", ["f = lambda x: x + n", "f = lambda x: (lambda y: y + n)(x)", "def f(x, k=1): return h(x) if k else f(x)"]
+)
+def test_keys_that_differ_by_what_a_function_named_when_it_was_first_used(source):
+    """A cell of a notebook is run again, with another number or helper; if both are as they were, nothing differs."""
+    namespace = {"n": 1.5, "h": len}
+    cell = compile(source, "cell", "exec")
+
+    def run():
+        exec(cell, namespace)
+        return namespace["f"]
+
+    first, key = run(), Const.of(namespace["f"]).key
+    assert ("def" in source) or Const.of(run()).key == key
+    namespace.update(n=2.5, h=abs)
+    assert Const.of(run()).key != key == Const.of(first).key
+
+
+def test_a_frozen_function_keeps_nothing_alive_that_it_names():
+    namespace = {"n": jnp.ones(1)}
+    exec("f = lambda x: x + n", namespace)
+    key, n = Const.of(namespace["f"]).key, weakref.ref(namespace["n"])
+    namespace["n"] = None
+    assert n() is None
+    assert Const.of(namespace["f"]).key == key
 
 
 def test_mutability_is_found_at_any_depth():

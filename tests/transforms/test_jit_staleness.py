@@ -2690,3 +2690,22 @@ def test_a_search_that_ends_before_it_gets_to_all_code_knows_the_names_in_it():
         trainer.current = Box() if k % 2 else None
         innermost.records.append(Box(loss=trainer.step(x)))
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize("by", [nnx.jit, nnx.remat, jax.jit, lambda f: lambda m, x: nnx.cond(True, f, f, m, x)])
+@pytest.mark.parametrize("anew", [True, False], ids=["model", "attribute"])
+def test_a_cell_of_a_notebook_that_is_run_again(anew, by):
+    """The function in it is written as before, but is another one, and so is the number or the helper that it names."""
+    cell = """
+rate = {rate}
+def helper(x): return x * {rate}
+def act(x): return helper(x) + rate
+"""
+    notebook = {}
+    called, x, m = by(lambda m, x: m.act(m(x))), jnp.ones(2), Layer()
+    for rate in 1.0, 2.0, 3.0:
+        exec(cell.format(rate=rate), notebook)
+        m = Layer() if anew else m
+        m.act = notebook["act"]
+        for _ in range(2):
+            np.testing.assert_array_equal(called(m, x)[0], rate * 2)
