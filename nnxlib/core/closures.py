@@ -244,6 +244,11 @@ def is_lent_elsewhere(trace: TraceRef) -> bool:
     return trace in traces and thread != threading.get_ident()
 
 
+def is_live(trace: TraceRef) -> bool:
+    """Whether objects that belong to ``trace`` are live ones: those of top level, also while a trace has borrowed them."""
+    return trace is None or trace in Loans.now[1]
+
+
 def contents_and_marks(node: Any) -> tuple[Any, Any]:
     """The contents and marks of a node; those outside of the trace, if another thread has borrowed it."""
     if node._nnx_trace is not None and is_lent_elsewhere(node._nnx_trace):

@@ -23,7 +23,7 @@ from typing import Any
 
 from ..core.annotations import NamedTuple
 from ..core.chains import Chain
-from ..core.closures import CapturedObjects, Running, Watch, is_lent_elsewhere, note_running, running_in
+from ..core.closures import CapturedObjects, Running, Watch, is_live, note_running, running_in
 from ..core.conditions import Conditions
 from ..core.errors import TraceContextError
 from ..core.finding import reachable
@@ -151,16 +151,16 @@ class Captures:
     def capture_held(self, packed: Packed, captured: Sequence[Any]) -> None:
         """Before a trace, capture what its arguments lead to (core/held_by_arguments.py).
 
-        The trace would not notice it if it only reads settings, or if it is of a trace around that in which the call
-        is made; if it noticed it, it would be made twice. If they lead to objects that are captured already, it is
-        known from now on how: they may be replaced there.
+        The trace would not notice it if it only reads settings; if it noticed it, it would be made twice. If they lead
+        to objects that are captured already, it is known from now on how: they may be replaced there.
 
         Raises:
           CapturedObjects: if anything is to be captured, or is known now; then without objects.
         """
         given = set(map(id, packed.objects))
         used, methods = used_by_arguments([self._function], packed.layout)
-        found = [x for x in (*held_in(packed.layout), *used) if x._nnx_is_captured and id(x) not in given]
+        others = [x for x in (*held_in(packed.layout), *used) if x._nnx_is_captured and id(x) not in given]
+        found = [*filter(_is_within_reach, others)]
         if found:
             raise CapturedObjects(found, running_in(methods))
         with self._adding:
@@ -246,7 +246,7 @@ class Captures:
         """Start anew: only the Modules that the function may use unnoticed by a trace are captured."""
         found = self._search(EMPTY)
         used = _used(found)
-        here = [*filter(_is_of_this_trace, used)]
+        here = [*filter(_is_within_reach, used)]
         known = self._known_from(found, _with_more((), here, found), EMPTY)
         if len(here) < len(used):  # another trace may take those that this one cannot: no program fits both
             self.known = None
@@ -316,7 +316,7 @@ def _leading_to(objects: Sequence[Any], holders: Sequence[Any], found: Reached, 
 def _objects_at(addresses: Iterable[Iterable[Hashable]], at: dict[Hashable, Any]) -> list[weakref.ref] | None:
     """The objects at the addresses of each root; None if these are not one object each, or of another trace."""
     found = [[at.get(address) for address in of_one] for of_one in addresses]
-    are_whole = all(x is not None and _is_of_this_trace(x) and all(y is x for y in more) for x, *more in found)
+    are_whole = all(x is not None and _is_within_reach(x) and all(y is x for y in more) for x, *more in found)
     return [weakref.ref(x) for x, *_ in found] if are_whole else None
 
 
@@ -327,8 +327,9 @@ def _hold_all(roots: Iterable[weakref.ref], objects: Sequence[Any]) -> bool:
     return all(id(x) in held for x in objects)
 
 
-def _is_of_this_trace(x: Any) -> bool:
-    return x._nnx_trace is current_trace() or is_lent_elsewhere(x._nnx_trace)
+def _is_within_reach(x: Any) -> bool:
+    """Whether the running trace can take an object as an input: not if it is what another trace has made."""
+    return x._nnx_trace is current_trace() or is_live(x._nnx_trace)
 
 
 def _captured(known: Known) -> Captured:

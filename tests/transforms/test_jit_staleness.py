@@ -1870,6 +1870,25 @@ def test_a_jitted_function_within_a_transform_sees_what_its_argument_holds(hold,
         np.testing.assert_allclose(jitted(owner, x), f(owner, x), rtol=1e-6)
 
 
+def test_a_class_that_notes_its_objects_in_calls():
+    """In a trace it notes copies, which belong to that trace: another one must not take them as inputs."""
+
+    class Noted(Layer):
+        last = None
+
+        def __call__(self, x):
+            Noted.last = self
+            return self.scale * super().__call__(x)
+
+    m, x = Noted(), jnp.ones(2)
+    m.scale = 1.0
+    jitted = nnx.jit(nnx.jit(lambda m, x: m(x)))
+    for scale in 1.0, 2.0, 1.0:
+        m.scale = scale
+        for y in x, jnp.ones((1, 2)):
+            np.testing.assert_array_equal(jitted(m, y), m(y))
+
+
 RATED: Any = None
 
 FUNCTIONS_OF_HOLDER = {
