@@ -245,7 +245,7 @@ def is_lent_elsewhere(trace: TraceRef) -> bool:
 
 
 def is_live(trace: TraceRef) -> bool:
-    """Whether objects that belong to ``trace`` are live ones: those of top level, also while a trace has borrowed them."""
+    """Whether objects that belong to ``trace`` are live ones, of top level, also while a trace has borrowed them."""
     return trace is None or trace in Loans.now[1]
 
 
