@@ -26,8 +26,8 @@ from flax.core import meta
 from .. import sharding
 from ..core import errors
 from ..core.errors import Path
-from ..core.making import NO_METADATA, Metadata, make_variable
-from ..core.metadata import as_hooks, delete_name, insert_name
+from ..core.making import make_variable
+from ..core.metadata import NO_METADATA, Metadata, as_hooks, delete_name, insert_name
 from ..core.metadata import with_partitioning as nnx_with_partitioning
 from ..core.static import Const
 from ..core.traversals import flatten_mapping, path_key, unflatten_mapping

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from .cells import Cell
-from .making import NO_METADATA, make_variables
+from .making import make_variables
+from .metadata import NO_METADATA
 from .missing import MISSING
 from .objects import new_node
 from .rows import LEAF, NodeRow, Ref, Row, Spec, VariableRow, value_of

@@ -49,7 +49,8 @@ from .closures import is_lent_elsewhere, notice_all, wait_for_loans
 from .finding import locate
 from .inputs import is_read, peek
 from .layout import Layout
-from .making import NO_METADATA, make_variable, make_variables
+from .making import make_variable, make_variables
+from .metadata import NO_METADATA
 from .objects import Node, new_node
 from .rows import (
     ROOT,

@@ -2,65 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
 
 from .cells import Cell, TracedCell, cell_of, new_cell
 from .closures import Watch, notice
-from .errors import StaticValueError
 from .identity import Identified, with_slots_of
+from .metadata import NO_METADATA, Metadata
 from .registration import register_pytree
 from .stamps import Stamps
 from .static import Const
 from .tracing import current_trace
 
 V = TypeVar("V", bound="VariableSlots")
-
-
-class Metadata(dict[str, Any]):
-    """The metadata of a Variable: never edited, but replaced, so that Variables may share it.
-
-    It is the static half of a Variable as a JAX pytree, so two are equal if JAX would trace the same program for both.
-    """
-
-    __slots__ = ("_key",)
-    _key: Hashable  # of the Const, kept by `const`; not set if an entry can be changed in place
-
-    def const(self, path: tuple = ()) -> Const:
-        """Freeze it; as ``Const.of_items(self, path)``, but only once."""
-        try:
-            return Const(self, self._key, None, Const.of_items)
-        except AttributeError:
-            const = Const.of_items(self, path)
-            if not const.mutable:
-                self._key = const.key
-            return const
-
-    def static_half(self) -> Metadata | Const:
-        """What JAX keeps: the metadata themselves, or what they are now if anything in them can be changed in place."""
-        try:
-            const = self.const()
-        except StaticValueError:  # of a value that is computed in a trace, say: an error only where JAX compares them
-            return self
-        return const if const.mutable else self
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (type(other) is Metadata and self.const() == other.const())
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(self.const())
-
-    def __reduce__(self) -> tuple:
-        return Metadata, (dict(self),)
-
-
-NO_METADATA = Metadata()
-NO_METADATA.const()  # which keeps the key
 
 
 class VariableSlots(Identified):

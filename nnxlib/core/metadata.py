@@ -1,4 +1,4 @@
-"""Metadata of Variables: what initializers attach to a value, hooks, and names of axes.
+"""Metadata of Variables: as each keeps them, what initializers attach to a value, hooks, and names of axes.
 
 An initializer wrapped by :func:`with_metadata` returns a :class:`VariableMetadata` instead of a value, and the Variable
 made from it takes over the metadata. Names of axes are metadata under the key ``out_sharding``; where a transform
@@ -8,7 +8,7 @@ stacks a Variable or takes a slice of it, the names follow (:func:`name_axis`, :
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -17,12 +17,57 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from . import errors
 from .generics import A
+from .static import Const
 from .tracing import Tracer
 
 F = TypeVar("F", bound=Callable)
 Hooks = Callable | Sequence[Callable]
 
 HOOKS = ("on_get_value", "on_set_value", "on_create_value", "on_add_axis", "on_remove_axis")
+
+
+class Metadata(dict[str, Any]):
+    """The metadata of a Variable: never edited, but replaced, so that Variables may share it.
+
+    It is the static half of a Variable as a JAX pytree, so two are equal if JAX would trace the same program for both.
+    """
+
+    __slots__ = ("_key",)
+    _key: Hashable  # of the Const, kept by `const`; not set if an entry can be changed in place
+
+    def const(self, path: tuple = ()) -> Const:
+        """Freeze it; as ``Const.of_items(self, path)``, but only once."""
+        try:
+            return Const(self, self._key, None, Const.of_items)
+        except AttributeError:
+            const = Const.of_items(self, path)
+            if not const.mutable:
+                self._key = const.key
+            return const
+
+    def static_half(self) -> Metadata | Const:
+        """What JAX keeps: the metadata themselves, or what they are now if anything in them can be changed in place."""
+        try:
+            const = self.const()
+        except errors.StaticValueError:  # of what is computed in a trace, say: an error only where JAX compares them
+            return self
+        return const if const.mutable else self
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(other) is Metadata and self.const() == other.const())
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(self.const())
+
+    def __reduce__(self) -> tuple:
+        return Metadata, (dict(self),)
+
+
+NO_METADATA = Metadata()
+NO_METADATA.const()  # which keeps the key
 
 
 class VariableMetadata(Generic[A]):

@@ -21,7 +21,7 @@ from .data import is_node
 from .editable import have_changed
 from .layout import KEPT, Layout
 from .live_table import LiveTable, Variant, container_of
-from .making import NO_METADATA
+from .metadata import NO_METADATA
 from .objects import Node
 from .rows import NodeRow, Ref
 from .stamps import gone, stamping, with_stamp

@@ -35,7 +35,7 @@ from .foreign import Foreign
 from .graph import build
 from .identity import Identified
 from .layout import Layout
-from .making import NO_METADATA
+from .metadata import NO_METADATA
 from .objects import PYTREE_REGISTRARS, Node, Pytree, attributes_of, new_node
 from .registration import register_pytree
 from .reprs import static_repr

@@ -29,10 +29,12 @@ from .closures import Watch, notice
 from .finding import how_to_pass, locate
 from .generics import A
 from .identity import change
-from .making import NO_METADATA, Metadata, VariableSlots, make_variable, register_variable
+from .making import VariableSlots, make_variable, register_variable
 from .metadata import (
     HOOKS,
     KEYS_OF_AXIS_NAMES,
+    NO_METADATA,
+    Metadata,
     MetadataView,
     VariableMetadata,
     as_hooks,

@@ -37,7 +37,7 @@ from .editable import Editable
 from .errors import PathError, place_of
 from .foreign import Foreign
 from .layout import Layout
-from .making import NO_METADATA
+from .metadata import NO_METADATA
 from .rows import LEAF, ROOT, BoundMethod, NodeRow, Ref, Row, Spec, Tree, VariableRow
 from .stamps import Stamp, with_stamp
 from .static import ATOMS, Const, StaticArgument

@@ -10,8 +10,7 @@ import pytest
 
 import nnxlib as nnx
 from benchmarks.timing import count_calls
-from nnxlib.core.making import Metadata
-from nnxlib.core.metadata import HOOKS
+from nnxlib.core.metadata import HOOKS, Metadata
 
 
 def test_with_metadata_attaches_to_the_variable_made_from_an_initializer():
