@@ -31,7 +31,7 @@ from .look_ups import HOLDERS, held_by
 from .objects import Node
 from .rows import NodeRow, statics_in
 from .static import Const, dict_of
-from .tracing import Place, in_current_trace
+from .tracing import UserLine, in_current_trace
 from .variables import Variable
 
 _MOST = 10_000  # objects to visit for one value, which may refer to half of a program
@@ -102,7 +102,7 @@ def warn_of_escapes(after: After) -> None:
             found = None if isinstance(x, jax.Array) else _find(x, in_current_trace, {})
             if found is not None:
                 where, kind = place_of(after.leaf_paths[k]), type(x).__name__
-                Place().warn(_OPAQUE.format(where=where, kind=kind, what=describe(found)))
+                UserLine().warn(_OPAQUE.format(where=where, kind=kind, what=describe(found)))
 
 
 def _with_statics(after: After, replaced: dict[int, dict[Any, Const]]) -> After:

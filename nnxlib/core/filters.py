@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from .errors import FilterOrderError, InvalidFilterError, Path, accepts
 from .identity import Identified
-from .tracing import Place
+from .tracing import UserLine
 from .traversals import Key, sorted_by_path
 from .variable_names import type_of_name
 from .variables import Variable
@@ -147,7 +147,7 @@ def warn_of_node_classes(filters: Sequence[Filter]) -> None:
     """Warn of a filter that is a class of nodes: no leaf is an instance of it."""
     for filter in filters:
         if isinstance(filter, type) and issubclass(filter, Identified) and not issubclass(filter, Variable):
-            Place().warn(_OF_NODES.format(name=filter.__name__))
+            UserLine().warn(_OF_NODES.format(name=filter.__name__))
 
 
 _OF_NODES = """\
@@ -169,7 +169,7 @@ def warn_of_names(
             meant = f"a collection of that name is a type of Variable. To select by type, write {kind.__name__}."
         else:
             continue
-        Place().warn(f"{name!r} selects nothing: text is a tag, which no Variable has here, but {meant}")
+        UserLine().warn(f"{name!r} selects nothing: text is a tag, which no Variable has here, but {meant}")
 
 
 class FilterObject:

@@ -23,7 +23,7 @@ from .cells import Cell, TracedCell
 from .finding import reachable
 from .inputs import peek
 from .rngs import RngStream
-from .tracing import EAGER, NOTHING_RUNS, Place, current_trace, enclosing_transform, running_trace
+from .tracing import EAGER, NOTHING_RUNS, UserLine, current_trace, enclosing_transform, running_trace
 from .variables import RngKey, Variable
 
 _value: Any = Cell.__dict__["value"]
@@ -57,10 +57,10 @@ _watches: dict[int, _Update | _Copy] = {}  # by the ids of cells
 class _Update:
     """One update: where it was called, and how many of the cells that it wrote are left or have been read."""
 
-    __slots__ = ("left", "place", "transform")
+    __slots__ = ("left", "line", "transform")
 
     def __init__(self, left: int, transform: str):
-        self.place, self.left, self.transform = Place(), left, transform
+        self.line, self.left, self.transform = UserLine(), left, transform
 
     def read(self, cell: _Watched) -> None:  # once read, it is an ordinary one
         del _watches[id(cell)]
@@ -76,11 +76,11 @@ class _Update:
 
     def warn(self) -> None:
         if self.transform == "nnx":
-            text = _LOST_UPDATE_OF_COPY.format(function=self.place.function)
+            text = _LOST_UPDATE_OF_COPY.format(function=self.line.function)
         else:
             raw = "jax.jit" if self.transform == "jax" else self.transform
-            text = _LOST_UPDATE.format(function=self.place.function, raw=raw, name=raw.rpartition(".")[2])
-        self.place.warn(text)
+            text = _LOST_UPDATE.format(function=self.line.function, raw=raw, name=raw.rpartition(".")[2])
+        self.line.warn(text)
 
 
 def watch_update(model: Any, values: Sequence[Any], others: Sequence[Variable]) -> None:
@@ -128,10 +128,10 @@ class _Copy:
     ``keys`` has for each count, by its id, the cell of the key of its stream, and that key.
     """
 
-    __slots__ = ("keys", "place", "unread")
+    __slots__ = ("keys", "line", "unread")
 
     def __init__(self) -> None:
-        self.place, self.unread, self.keys = Place(), set[int](), dict[int, tuple[Cell, Any]]()
+        self.line, self.unread, self.keys = UserLine(), set[int](), dict[int, tuple[Cell, Any]]()
 
     def read(self, count: _Watched) -> None:
         self.unread.discard(id(count))
@@ -143,7 +143,7 @@ class _Copy:
         cell, key = self.keys.pop(id(count))
         if id(count) in self.unread and cell.value is key and current_trace() is count.trace:
             self.unread.clear()  # one warning for all of its streams
-            self.place.warn(_LOST_DRAWS.format(function=self.place.function))
+            self.line.warn(_LOST_DRAWS.format(function=self.line.function))
 
 
 def watch_draws(model: Any) -> None:

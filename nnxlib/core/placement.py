@@ -28,7 +28,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .errors import ArgumentError, PlacementError, describe
 from .switches import Switch
-from .tracing import Place, at_top_level, concrete_mesh, current_mesh, resharded
+from .tracing import UserLine, at_top_level, concrete_mesh, current_mesh, resharded
 
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
 
@@ -363,7 +363,7 @@ def _check_names(value: Any, metadata: Mapping[str, Any], kind: type, spec: Part
             if own is not None:
                 raise error
             if similar:
-                Place().warn(f"{error}")
+                UserLine().warn(f"{error}")
 
 
 def _does_not_fit(value: Any, mesh: Any, names: Any, kind: type, problem: str) -> PlacementError:

@@ -27,7 +27,7 @@ from .iteration import iter_objects
 from .missing import MISSING
 from .ops import clone
 from .rngs import RngStream, RngValue, Shape, as_key, as_lanes, implementation_of, shapes_by_filter
-from .tracing import Place, boundary
+from .tracing import UserLine, boundary
 
 F = TypeVar("F", bound=Callable[..., Any])
 Policy = Literal["scalars_only", "match_shape"] | Callable[[Path, jax.Array, tuple[int, ...]], jax.Array]
@@ -358,7 +358,7 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
         )
         if isinstance(stream_keys[tag], bool):  # it is no seed, but an option of another function, say
             raise UsageError(text)
-        Place().warn(text)
+        UserLine().warn(text)
     for path, stream in chosen:  # before a stream among `stream_keys` is drawn from
         _check_writable(stream)
         if stream.key.ndim and not callable(policy) and policy != "match_shape":

@@ -254,7 +254,7 @@ def is_users(file: str) -> bool:
     return _frames.include_filename(file) and not file.startswith(_JAX)
 
 
-class Place:
+class UserLine:
     """The line of the user's code that is running, for a warning, which may come later."""
 
     __slots__ = ("_at", "function")

@@ -26,7 +26,7 @@ from ..core.inputs import ABSENT
 from ..core.layout import Layout
 from ..core.reprs import static_repr
 from ..core.rows import children
-from ..core.tracing import AbstractValue, Place, Tracer
+from ..core.tracing import AbstractValue, Tracer, UserLine
 
 _KEPT = 32  # how many notes
 _SHOWN = 4  # how many arrays of one Variable are listed
@@ -69,7 +69,7 @@ class Traces:
         self._in_a_row = self._in_a_row + 1 if follows and reason and reason == self._reason else 1
         self._reason = reason
         if self._in_a_row == _IN_A_ROW and previous is not None:
-            Place().warn(self._each_call(found, previous), RetraceWarning)
+            UserLine().warn(self._each_call(found, previous), RetraceWarning)
 
     def _each_call(self, found: Sequence[Difference], previous: _Note) -> str:
         """The warning of differences that make each call trace anew, with a remedy for each kind."""
