@@ -115,4 +115,4 @@ class Blueprint:
 
 def fresh(constants: list[Const]) -> list[Any]:
     """The values of constants; those that can change in place are copies."""
-    return [const.value if const.parts is None else const.fresh() for const in constants]
+    return [const.value if const.uncopied is None else const.fresh() for const in constants]

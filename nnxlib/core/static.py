@@ -54,31 +54,31 @@ class Identity:
 class Const:
     """A static value and its key; equal to another one if JAX would trace the same program for both."""
 
-    __slots__ = ("__weakref__", "_by_items", "_hash", "_remake", "copied_from", "key", "parts", "value")
+    __slots__ = ("__weakref__", "_by_items", "_hash", "_remake", "copied_from", "key", "uncopied", "value")
 
     def __init__(
         self,
         value: Any,
         key: Hashable,
-        parts: tuple[Any, ...] | None = None,
+        uncopied: tuple[Any, ...] | None = None,
         remake: Callable | None = None,
         by_items: Sequence[Any] = (),
     ):
         self.value, self.key, self._hash = value, key, hash(key)
         self.copied_from = key  # the key of what the value is a copy of: a class may leave out attributes of a copy
-        self.parts = parts  # of a mutable value: what its copies have in common; None of an immutable one
+        self.uncopied = uncopied  # of a mutable value: what its copies have in common; None of an immutable one
         self._by_items = by_items  # what in it is not copied by deepcopy
         self._remake = remake  # how to make the same Const from the value, when unpickled
 
     @property
     def mutable(self) -> bool:
         """Whether anything in the value can be changed in place."""
-        return self.parts is not None
+        return self.uncopied is not None
 
     @property
     def shared(self) -> Sequence[Any]:
         """What the value and all its copies have in common: the value itself, if it is never copied."""
-        return (self.value,) if self.parts is None else self.parts
+        return (self.value,) if self.uncopied is None else self.uncopied
 
     @classmethod
     def of(cls, value: Any, path: tuple = ()) -> Const:
@@ -107,9 +107,10 @@ class Const:
 
     def fresh(self) -> Any:
         """Return the value; of a mutable one, a copy."""
-        if self.parts is None:
+        if self.uncopied is None:
             return self.value
-        return call_unwatched(_copy, self.value, self.parts, self._by_items)[0]  # a List or Dict in it is not captured
+        # A List or Dict in it is not captured.
+        return call_unwatched(_copy, self.value, self.uncopied, self._by_items)[0]
 
     def __hash__(self) -> int:
         return self._hash
@@ -158,7 +159,7 @@ class _Freezer:
 
     def __init__(self, path: tuple):
         self.path, self.mutable = path, False
-        self.parts: list[Any] = []  # hashable, and so the very same in all copies
+        self.uncopied: list[Any] = []  # hashable, and so the very same in all copies
         self.by_items: list[Any] = []  # what deepcopy would fail to copy, or copy slowly, see `_copy`
         self.within: type | None = None  # the class of the innermost enclosing object that JAX does not look into
 
@@ -172,10 +173,10 @@ class _Freezer:
             return Const(value, key, None, remake)
         const = _MUTABLE.get(hash(key))
         if const is None or key not in (const.key, const.copied_from) or type(const.value) is not type(value):
-            parts = tuple(self.parts)
-            copied, by_items = _copy(value, parts, self.by_items)
+            uncopied = tuple(self.uncopied)
+            copied, by_items = _copy(value, uncopied, self.by_items)
             key_of_copy = freeze(type(self)(self.path), copied)
-            const = Const(copied, key_of_copy, parts, remake, by_items)
+            const = Const(copied, key_of_copy, uncopied, remake, by_items)
             const.copied_from = key
             _MUTABLE[hash(key)] = _MUTABLE[hash(key_of_copy)] = const
         return const
@@ -204,7 +205,7 @@ class _Freezer:
                 return kind, (RULES[base](self, value), self.mapping(dict_of(value) or {}))
         if isinstance(value, dict):
             if not issubclass(kind, Identified):  # attributes are not compared; what has a hash is not copied
-                self.parts += filter(has_hash, (dict_of(value) or {}).values())
+                self.uncopied += filter(has_hash, (dict_of(value) or {}).values())
             made_of = self.freeze(value.default_factory) if isinstance(value, defaultdict) else None
             if not hasattr(kind, "__deepcopy__"):
                 self.by_items.append(value)
@@ -297,18 +298,18 @@ class _Freezer:
         except StaticValueError:
             return self.identity(value)
         self.mutable = self.mutable or inner.mutable
-        self.parts += inner.parts
+        self.uncopied += inner.uncopied
         self.by_items += inner.by_items
         return key
 
     def identity(self, value: Any) -> Hashable:
-        self.parts.append(value)
+        self.uncopied.append(value)
         return Identity(value)
 
     def hashable(self, value: Any) -> Hashable:
         options = getattr(type(value), "__dataclass_params__", None)
         if options is None:
-            self.parts.append(value)
+            self.uncopied.append(value)
             return value
         if not options.frozen and (options.eq or options.unsafe_hash):  # equal by fields, which can be set
             return self.attributes(value)
@@ -320,7 +321,7 @@ class _Freezer:
         if inner.mutable and options.eq:  # in a field that is left out of the hash
             return self.attributes(value)
         self.mutable = self.mutable or inner.mutable or not options.frozen
-        self.parts.append(value)
+        self.uncopied.append(value)
         return value, key
 
     def attributes(self, value: Any) -> Hashable:
@@ -359,7 +360,7 @@ class _MetadataFreezer(_Freezer):
             )
         if not is_readable(value):
             return self.identity(value)
-        self.parts.append(value)  # a copy made in a trace would be a tracer
+        self.uncopied.append(value)  # a copy made in a trace would be a tracer
         data = bits_of(value) if is_key(value) else value
         return value.aval, value.sharding, np.asarray(data).tobytes()  # the trace knows the first two, too
 
@@ -438,15 +439,15 @@ def _is_flat(x: Any) -> bool:
 _FLAT = ATOMS | {float, complex}
 
 
-def _copy(value: Any, parts: Sequence[Any], by_items: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """A deep copy of a value that shares the ``parts`` with it; and the copies of the containers ``by_items`` in it.
+def _copy(value: Any, uncopied: Sequence[Any], by_items: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """A deep copy of a value, with what is ``uncopied`` in it; and the copies of the containers ``by_items`` in it.
 
     These containers are copied here. ``copy.deepcopy`` fails for views of dicts (``MappingProxyType``), and for some
     subclasses of dict and list, whose methods it calls; and for a flat container it calls six functions per item.
     """
     begun = list(map(_begun, by_items))
     copies = [new for new, _ in begun]
-    memo = {id(part): part for part in parts} | dict(zip(map(id, by_items), copies, strict=True))
+    memo = {id(x): x for x in uncopied} | dict(zip(map(id, by_items), copies, strict=True))
     copied = functools.partial(copy.deepcopy, memo=memo)
     for old, (new, items) in zip(by_items, begun, strict=True):
         if items is new:
