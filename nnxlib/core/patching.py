@@ -75,7 +75,7 @@ def _variant_now(table: LiveTable, root: Any, changed: Sequence[Node]) -> tuple[
     contents = _contents(table, changed)
     if found := _after(before, contents):
         return found
-    exchanged = _adopt_objects(table, changed)
+    exchanged = _exchange_objects(table, changed)
     rows = _rows_with_other_statics(table, root, [x for x in changed if id(x) in table.index])
     if rows is None:
         return None
@@ -120,25 +120,25 @@ def _after(variant: Variant, contents: Contents) -> tuple[Variant, Layout] | Non
     return None
 
 
-def _adopt_objects(table: LiveTable, changed: Iterable[Node]) -> bool:
+def _exchange_objects(table: LiveTable, changed: Iterable[Node]) -> bool:
     """Take into a table the objects that nodes now hold in place of others with the same rows.
 
     Returns whether there are any. An object that is, or was, in several places is not taken: the structure differs.
     """
-    adopted = False
+    exchanged = False
     for x in changed:
         if id(x) not in table.index:  # it was in an object that has been replaced
             continue
         row, held = cast(NodeRow, table.layout.rows[table.index[id(x)]]), x._nnx_contents()
         for i, new in [(spec.index, held.get(name)) for name, spec in row.fields if type(spec) is Ref]:
             if new is not table.objects[i] and is_node(new) and id(new) not in table.index:
-                adopted = _adopt(table, i, new) or adopted
-    if adopted:
+                exchanged = _exchange(table, i, new) or exchanged
+    if exchanged:
         table.forget_exchanged()
-    return adopted
+    return exchanged
 
 
-def _adopt(table: LiveTable, i: int, new: Any) -> bool:
+def _exchange(table: LiveTable, i: int, new: Any) -> bool:
     """Take an object, and those below it, into a table in place of that of row ``i``; False unless their rows agree.
 
     The objects below one to which nothing else refers have the rows after it, in the order of a walk.
