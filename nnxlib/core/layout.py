@@ -3,7 +3,7 @@
 A :class:`Layout` is the rows of the objects in a pytree (rows.py), and its *root*, the spec of the pytree itself. The
 other half of the table is a list of *leaves*: the values of the Variables in the order of their rows, then the arrays
 that nodes hold directly, row by row, then the leaves of the pytree itself. The *position* of a leaf is its place in
-this list, and its *owner* the row that holds it.
+this list, and its *owner* the row that holds it, with the number that it has among the leaves of that row.
 
 Layouts are *interned*: equal ones are the same object. So the structures of two models are compared by ``is``, a layout
 is a good key for a cache, and whatever follows from it (paths, owners, how to build its objects) is computed once.
@@ -139,11 +139,11 @@ class Layout:
         of_row: list[list] = [[] for _ in range(len(self.rows) + 1)]  # of ROOT: in the last entry
         stack: list[tuple[tuple, Spec, int]] = [((), self.root, ROOT)]
         while stack:
-            path, spec, owner = stack.pop()
+            path, spec, holder = stack.pop()
             if spec is LEAF:
-                of_row[owner].append(path)
+                of_row[holder].append(path)
             elif type(spec) is Tree:
-                stack += [(below, child, owner) for below, child in reversed(spec.at(path))]
+                stack += [(below, child, holder) for below, child in reversed(spec.at(path))]
             elif type(spec) is Ref and paths[spec.index] is None:
                 paths[spec.index], row = path, self.rows[spec.index]
                 if type(row) is NodeRow:

@@ -51,16 +51,16 @@ class _Frame:
     Attributes:
       items: the children that are yet to be visited, as (path below this, child, mark). A mark says whether the child
         was declared data or static, see :func:`explicit_mark`.
-      owner: the row that holds the leaves found here; ROOT for those of the pytree around the objects.
+      row: the one that holds the leaves found here; ROOT for those of the pytree around the objects.
       path: of the node or pytree.
       finish: makes the spec of the node or pytree from those of its children, when all have been visited.
       specs: of the children visited so far.
     """
 
-    __slots__ = ("finish", "items", "owner", "path", "specs")
+    __slots__ = ("finish", "items", "path", "row", "specs")
 
-    def __init__(self, items: Iterator, owner: int, path: tuple, finish: Callable[[list[Any]], Any]):
-        self.items, self.owner, self.path, self.finish = items, owner, path, finish
+    def __init__(self, items: Iterator, row: int, path: tuple, finish: Callable[[list[Any]], Any]):
+        self.items, self.row, self.path, self.finish = items, row, path, finish
         self.specs: list[Any] = []
 
 
@@ -169,7 +169,7 @@ class Walk:
         if mark is False or (mark is None and (isinstance(value, _STATIC_TYPES) or is_plain(value))):
             return self._constant(value, mark, (*frame.path, *suffix))
         if is_data_leaf(value):
-            self.arrays[frame.owner].append(value)
+            self.arrays[frame.row].append(value)
             return LEAF
         return self._tree(value, mark, frame, suffix)
 
@@ -190,21 +190,22 @@ class Walk:
         if jtu.all_leaves([value]) and not is_bound_method(value):  # not a pytree
             if mark is not True:
                 return self._constant(value, mark, path)
-            self.arrays[frame.owner].append(value)
+            self.arrays[frame.row].append(value)
             return LEAF
-        keys, children, treedef = flatten_once(value, path, frame.owner == ROOT)
+        keys, children, treedef = flatten_once(value, path, frame.row == ROOT)
         if mark is None and not any(map(is_data_part, children)):
             return self._constant(value, mark, path)
 
         def finish(specs: list[Any]) -> Tree:
+            # What can change unnoticed is flattened at each call (foreign.py); a pytree within it makes all be walked.
             if self.stamp is not None and (LEAF in specs or not self.foreign.add(value, children)):
-                self.unwatched.add((frame.owner, suffix[0]))
+                self.unwatched.add((frame.row, suffix[0]))
                 self.reliable = self.reliable and Tree not in map(type, specs)
             return Tree(treedef, keys, tuple(specs))
 
-        mark = mark if frame.owner == ROOT else None
+        mark = mark if frame.row == ROOT else None
         items = ((key, child, mark) for key, child in zip(keys, children, strict=True))
-        return _Frame(items, frame.owner, path, finish)
+        return _Frame(items, frame.row, path, finish)
 
     def _enter(self, number: int, path: tuple) -> Ref | _Frame:
         """Write the row of a Variable, and return its spec; for a node, return the frame that will do so."""

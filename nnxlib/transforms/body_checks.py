@@ -54,7 +54,7 @@ class Change(NamedTuple):
 class Recording(NamedTuple):
     """A recording that a body has made."""
 
-    owner: int  # the row of the node
+    node: int  # its row
     name: str  # of the attribute
     kind: type  # of the Variable
     appends: bool
@@ -79,12 +79,12 @@ def structural_changes(layout: Layout, body: Body, replaced: Mapping[int, int] =
     return changes
 
 
-def _recordings(owner: int, row: NodeRow, new: Mapping[int, type]) -> dict[Any, Recording]:
+def _recordings(node: int, row: NodeRow, new: Mapping[int, type]) -> dict[Any, Recording]:
     """The new recordings in a node, by name."""
     marks = row.marks.value
     names = {name: spec.index for name, spec in row.fields if isinstance(spec, Ref) and is_recorded(marks, name)}
     recorded = {name: i for name, i in names.items() if i in new}
-    return {name: Recording(owner, name, new[i], is_appended_to(marks, name), i) for name, i in recorded.items()}
+    return {name: Recording(node, name, new[i], is_appended_to(marks, name), i) for name, i in recorded.items()}
 
 
 _SET_UP = """\

@@ -138,7 +138,7 @@ def _run_within(
     What was recorded before is put aside for the call, and with ``init`` this is there instead.
     """
     module, collector = _first_module(inner), cast(Collector, listener.collector)
-    is_asked = lambda owner, name, variable: type(variable) in collector.types
+    is_asked = lambda node, name, variable: type(variable) in collector.types
     earlier = take_out(inner, is_asked)
     with recorder or nullcontext():
         attached, replaced = ([], []) if init is None else _attach(module, init)
@@ -147,9 +147,9 @@ def _run_within(
         bring_back(listener)
         recorded = _pop_recorded(module, collector.types) if collector.types else ()
     take_out(inner, is_asked)  # of other Modules than this one
-    for owner, name in attached:
-        if name in recorded_in(owner):  # of a type that was not asked for
-            delattr(owner, name)
+    for node, name in attached:
+        if name in recorded_in(node):  # of a type that was not asked for
+            delattr(node, name)
     put_back(earlier + replaced)
     return out, recorded
 
@@ -207,7 +207,7 @@ class _Recorder:
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         """Remove recordings from Modules outside of the captured one; raise an error if nothing was recorded."""
-        take_out(self.recorded, lambda owner, name, variable: name != recorded_name(name))
+        take_out(self.recorded, lambda node, name, variable: name != recorded_name(name))
         if error is None and self.passed and not self.recorded:
             raise EmptySelectionError(listed(_NONE.format(only=self.only), list(self.passed)))
 
@@ -242,10 +242,10 @@ def _attach(module: Module, state: Any) -> tuple[list[tuple[Node, str]], list[Re
                 f"{type(module).__name__} has no {format_path(path[:-1])}. Take the State from a capture of this "
                 "model."
             )
-        owner: Any = present[path[:-1]]
-        attached.append((owner, attribute_for(owner, path[-1])))
-    places = {(id(owner), name) for owner, name in attached}
-    replaced = take_out(module, lambda owner, name, variable: (id(owner), name) in places)
-    for (owner, name), (_, variable) in zip(attached, state.flat_state(), strict=True):
-        record(owner, name, variable.copy())
+        node: Any = present[path[:-1]]
+        attached.append((node, attribute_for(node, path[-1])))
+    places = {(id(node), name) for node, name in attached}
+    replaced = take_out(module, lambda node, name, variable: (id(node), name) in places)
+    for (node, name), (_, variable) in zip(attached, state.flat_state(), strict=True):
+        record(node, name, variable.copy())
     return attached, replaced
