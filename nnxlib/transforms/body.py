@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ..core.annotations import NamedTuple
 from ..core.data import is_node
+from ..core.errors import ArgumentError, describe
 from ..core.graph import After, Delta
 from ..core.layout import Layout
 from ..core.rows import Owner, Row, only_arrays_change
@@ -102,3 +104,26 @@ def structural_rows(layout: Layout, body: Body) -> dict[int, Row]:
     """The rows of a body's Delta that are new, or differ from the old ones by more than the arrays in a node."""
     n = len(layout.rows)
     return {i: row for i, row in body.delta.rows if i >= n or not only_arrays_change(layout.rows[i], row)}
+
+
+# --- options of control flow -----------------------------------------------------------------------------------------
+
+
+def as_unroll(unroll: Any) -> Any:
+    """The option ``unroll`` of a loop as a number of Python, which has a hash; it may be an array, as in JAX."""
+    return unroll.item() if hasattr(unroll, "item") else unroll
+
+
+def as_scalar(value: Any, what: str) -> jax.Array:
+    """A scalar, such as the number of a branch, as an array.
+
+    Raises:
+      ArgumentError: if it is no scalar; ``what`` begins the message.
+    """
+    try:
+        array = jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{what} must be a scalar, got {describe(value)}.") from error
+    if array.shape:
+        raise ArgumentError(f"{what} must be a scalar, got {describe(array)}.")
+    return array

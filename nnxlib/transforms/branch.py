@@ -21,10 +21,10 @@ from ..core.packing import pack_live
 from ..core.recordings import fill_up
 from ..core.rows import ROOT, NodeRow, Owner, count_leaves, touched_rows
 from ..core.tracing import boundary
-from .body import Body, own_states, structural_rows, trace_body, zeros
+from .body import Body, as_scalar, own_states, structural_rows, trace_body, zeros
 from .body_checks import check_same_output, structural_changes
 from .callables import resolve
-from .leaf_checks import as_scalar, type_changes, type_of
+from .leaf_checks import type_changes, type_of
 from .lift import Arguments, Outcome
 from .naming import named
 from .program import call_program, weakly
@@ -189,8 +189,8 @@ def _recording_all(call: Callable, recorded: dict[tuple, Any]) -> Callable:
     def run(*args: Any) -> Any:
         objects = pack_live(Arguments(args, {})).objects
         out = call(*args)
-        for (owner, name, kind, appends), type_ in recorded.items():
-            fill_up(objects[owner], name, kind, zeros(type_), appends)
+        for (node, name, kind, appends), type_ in recorded.items():
+            fill_up(objects[node], name, kind, zeros(type_), appends)
         return out
 
     return run

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import all_leaves
 
@@ -135,26 +134,6 @@ _TOO_LARGE = " JAX's integers have 32 bits, or 64 with jax.enable_x64(True)."
 _UNTRACEABLE_VALUE = """\
 The Variable {name} holds a {kind} ({value!r:.80}), which JAX cannot trace: Variables are for arrays. Keep it in an \
 attribute of its own, `module.name = value`, which is a part of the program."""
-
-
-def as_unroll(unroll: Any) -> Any:
-    """The option ``unroll`` of a loop as a number of Python, which has a hash; it may be an array, as in JAX."""
-    return unroll.item() if hasattr(unroll, "item") else unroll
-
-
-def as_scalar(value: Any, what: str) -> jax.Array:
-    """A scalar, such as the number of a branch, as an array.
-
-    Raises:
-      ArgumentError: if it is no scalar; ``what`` begins the message.
-    """
-    try:
-        array = jnp.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"{what} must be a scalar, got {describe(value)}.") from error
-    if array.shape:
-        raise ArgumentError(f"{what} must be a scalar, got {describe(array)}.")
-    return array
 
 
 def type_of(leaf: Any) -> Any:

@@ -59,7 +59,7 @@ class Arguments(NamedTuple):
 
     args: tuple
     kwargs: dict[str, Any]
-    captured: tuple = ()  # objects that the function captures, see core/closures.py
+    captured: tuple = ()  # objects that the function captures (core/closures.py); last a Carrier (recordings.py)
 
 
 def part_of(root: Spec, place: tuple[int, ...]) -> Tree:

@@ -19,9 +19,8 @@ from ..core.operators import unwrapped
 from ..core.rows import ROOT, Tree
 from ..core.tracing import at_top_level, boundary
 from . import body_checks
-from .body import Body, trace_body, zeros
+from .body import Body, as_scalar, as_unroll, trace_body, zeros
 from .callables import as_bound, resolve
-from .leaf_checks import as_scalar, as_unroll
 from .lift import Arguments, Outcome
 from .naming import named
 from .program import call_program, weakly

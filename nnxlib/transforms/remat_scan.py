@@ -22,8 +22,8 @@ import numpy as np
 from ..core.errors import ArgumentError
 from ..core.missing import MISSING
 from .axes import NO_AXIS_NAMES
+from .body import as_unroll
 from .classes import lifts_classes
-from .leaf_checks import as_unroll
 from .remat import check_policy
 from .scan import Carry, DataTransform, looped
 

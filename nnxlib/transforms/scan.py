@@ -40,11 +40,10 @@ from ..core.tracing import slice_type
 from ..core.variables import RngCount, Variable
 from . import body_checks
 from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks, stack_axes, strip_axes
-from .body import Body, own_states, trace_body
+from .body import Body, as_unroll, own_states, trace_body
 from .callables import by_position, resolve
 from .classes import lifts_classes
 from .labels import Labels, label_arguments, labels_after, mapped_size
-from .leaf_checks import as_unroll
 from .lift import Arguments, Outcome, part_of
 from .naming import named
 from .prefixes import argument_entries, check_axes, labels_in, output_entries, prefix_key, same_entries
