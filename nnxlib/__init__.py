@@ -42,7 +42,6 @@ from .core.metadata import with_metadata as with_metadata
 from .core.metadata import with_partitioning as with_partitioning
 from .core.module import M as M
 from .core.module import Module as Module
-from .core.module import Sequential as Sequential
 from .core.module import iter_module_children as iter_module_children
 from .core.module import iter_modules as iter_modules
 from .core.module import view as view
@@ -128,6 +127,7 @@ from .nn.linear import Einsum as Einsum
 from .nn.linear import Embed as Embed
 from .nn.linear import Linear as Linear
 from .nn.linear import LinearGeneral as LinearGeneral
+from .nn.sequential import Sequential as Sequential
 from .nn.stochastic import Dropout as Dropout
 from .training import optimizer as optimizer
 from .training.optimizer import ModelAndOptimizer as ModelAndOptimizer

@@ -6,7 +6,7 @@ from typing import Any
 from ..core.annotations import signature_of
 from ..core.containers import Dict as Dict
 from ..core.containers import List as List
-from ..core.module import Sequential as Sequential
+from ..nn.sequential import Sequential as Sequential
 from ..training.train_state import TrainState as TrainState
 
 

@@ -1,4 +1,4 @@
-"""Module: the base class of layers and models; Sequential; and views of a Module with other settings.
+"""Module: the base class of layers and models; and views of a Module with other settings.
 
 A Module is a Pytree that behaves like a layer: it switches between training and evaluation, records intermediate
 values, and lists its submodules.
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from .annotations import parameters_of, signature_as_text
 from .calls import current_collector, is_observed, observed, recorded_types, recorder_for
 from .containers import MODULE_METHODS, Dict, List, holds_data
-from .errors import ArgumentError, Path, UsageError, accepts, describe, describe_nested, did_you_mean, format_path
+from .errors import ArgumentError, Path, UsageError, describe, describe_nested, did_you_mean, format_path
 from .filters import Filter, to_predicate
 from .formulas import broadcasts
 from .iteration import iter_children, iter_objects
@@ -439,78 +439,21 @@ def iter_module_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
     return ((key, x) for key, x in iter_children(node) if isinstance(x, Module))
 
 
-class Sequential(Module):
-    """Layers, or any functions, applied one after the other.
+def first_from(*args: A | None, error_msg: str) -> A:
+    """Return the first argument that is not None, for settings given in the call or else on the layer.
 
-    If one returns a tuple, its items are the arguments of the next; the items of a dict are keyword arguments. Keyword
-    arguments of the call (``deterministic=True``, ``rngs=rngs``) are passed to each layer that takes them.
-
-    >>> import nnxlib as nnx, jax.numpy as jnp
-    >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
-    >>> model(jnp.ones((1, 2))).shape, len(model), model[1] is nnx.relu
-    ((1, 3), 2, True)
+    >>> import nnxlib as nnx
+    >>> at_call, of_layer = None, False
+    >>> nnx.module.first_from(at_call, of_layer, error_msg='Say whether this is training.')
+    False
 
     Raises:
-      TypeError: for an item that cannot be called, and for a keyword argument that another item returns too.
+      ValueError: with ``error_msg``, if all are None.
     """
-
-    def __init__(self, *fns: Callable[..., Any]):
-        self.layers = List(fns)
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if not self.layers:
-            return args[0] if len(args) == 1 else args or kwargs or None
-        output: Any = args
-        for i, layer in enumerate(self.layers):
-            if isinstance(layer, ModuleMeta):
-                raise ArgumentError(f"Sequential.layers[{i}] is the class {layer.__name__}; make a layer of it first.")
-            if not callable(layer):
-                hint = " Unpack it: nnx.Sequential(*layers)." if isinstance(layer, list | tuple) else ""
-                raise ArgumentError(
-                    f"Sequential.layers[{i}] is a {type(layer).__name__}, which cannot be called.{hint}"
-                )
-            args, named = ((), output) if isinstance(output, dict) else (output, {})
-            if not isinstance(args, tuple):
-                args = (args,)
-            if kwargs:
-                shared = _taken(layer, len(args), kwargs)
-                if both := sorted(named.keys() & shared.keys()):
-                    raise ArgumentError(
-                        f"Got multiple values for arguments {both} in Sequential[{i}]: from the call, and in the dict "
-                        f"that Sequential[{i - 1}] returned."
-                    )
-                named = {**named, **shared}
-            try:
-                output = layer(*args, **named)
-            except TypeError as error:
-                if i and isinstance(output, tuple) and len(args) != 1 and not accepts(layer, *args, **named):
-                    error.add_note(_UNPACKED.format(kind=type(output).__name__, before=i - 1, count=len(args), layer=i))
-                raise
-        return output
-
-    def __getitem__(self, index: int | slice) -> Any:
-        return type(self)(*self.layers[index]) if isinstance(index, slice) else self.layers[index]
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.layers)
-
-
-_UNPACKED = """\
-layers[{before}] returned a {kind}, whose {count} items nnx.Sequential passes as the arguments of layers[{layer}]; to \
-pass it whole, call the layers in a Module of your own"""
-
-
-def _taken(function: Callable, positional: int, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments that a function takes, besides this number of positional ones."""
-    parameters = parameters_of(function)
-    ordered = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    given = set(ordered[:positional])
-    return {name: x for name, x in kwargs.items() if name not in given and (any_name or name in named)}
+    for arg in args:
+        if arg is not None:
+            return arg
+    raise UsageError(error_msg)
 
 
 # --- views ----------------------------------------------------------------------------------------------------------
@@ -537,23 +480,6 @@ def with_attributes(node: A, /, *, only: Filter = ..., raise_if_not_found: bool 
     made = clone(node, variables=False)
     _set_where_found(made, (only,), attributes, raise_if_not_found)
     return made
-
-
-def first_from(*args: A | None, error_msg: str) -> A:
-    """Return the first argument that is not None, for settings given in the call or else on the layer.
-
-    >>> import nnxlib as nnx
-    >>> at_call, of_layer = None, False
-    >>> nnx.module.first_from(at_call, of_layer, error_msg='Say whether this is training.')
-    False
-
-    Raises:
-      ValueError: with ``error_msg``, if all are None.
-    """
-    for arg in args:
-        if arg is not None:
-            return arg
-    raise UsageError(error_msg)
 
 
 @boundary
