@@ -176,11 +176,11 @@ if _typing.TYPE_CHECKING:
     from .core.contexts import split_context as split_context
     from .core.contexts import update_context as update_context
     from .core.pop import pop as pop
-    from .core.streams import fork_rngs as fork_rngs
-    from .core.streams import reseed as reseed
-    from .core.streams import restore_rngs as restore_rngs
-    from .core.streams import split_rngs as split_rngs
-    from .core.streams import with_rngs as with_rngs
+    from .core.reseeding import fork_rngs as fork_rngs
+    from .core.reseeding import reseed as reseed
+    from .core.reseeding import restore_rngs as restore_rngs
+    from .core.reseeding import split_rngs as split_rngs
+    from .core.reseeding import with_rngs as with_rngs
     from .inspection.diff import Diff as Diff
     from .inspection.diff import Difference as Difference
     from .inspection.diff import diff as diff
@@ -285,7 +285,7 @@ else:
         ".core.contexts": (
             "merge_context split_context update_context current_update_context MergeContext SplitContext UpdateContext"
         ),
-        ".core.streams": "fork_rngs reseed restore_rngs split_rngs with_rngs",
+        ".core.reseeding": "fork_rngs reseed restore_rngs split_rngs with_rngs",
         ".core.pop": "pop",
         ".sharding": (
             "abstract_with_sharding as_abstract get_abstract_model get_named_sharding get_partition_spec "

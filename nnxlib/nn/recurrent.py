@@ -26,8 +26,8 @@ from ..core.filters import Filter, to_predicate
 from ..core.formulas import add, multiply, step
 from ..core.iteration import iter_objects
 from ..core.module import Module
+from ..core.reseeding import split_rngs
 from ..core.rngs import Rngs, RngStream
-from ..core.streams import split_rngs
 from ..core.tracing import varying_as
 from ..transforms.prefixes import StateAxes
 from ..transforms.scan import Carry as Scanned

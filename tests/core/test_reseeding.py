@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
-from nnxlib.core.streams import StreamBackup, fork_rngs, reseed, restore_rngs, split_rngs, with_rngs
+from nnxlib.core.reseeding import StreamBackup, fork_rngs, reseed, restore_rngs, split_rngs, with_rngs
 
 
 class Model(nnx.Module):
