@@ -92,7 +92,8 @@ def known_call(leaves: Sequence[Any], signature: Hashable, grouping: bool = True
             continue
         if grouping and kind in VARIABLE_TYPES:
             if first is None:
-                first, grouping = (x, True) if x._nnx_table is None else (None, False)
+                grouping = x._nnx_table is None
+                first = x if grouping else None
             if grouping:
                 metadata = x._metadata.const() if x._metadata else None
                 if metadata is not None and metadata.mutable:
