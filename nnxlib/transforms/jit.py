@@ -440,14 +440,15 @@ class JitWrapped(Jitted, Generic[P, R]):
         if captures.forget_if_many():
             self.clear_cache()
         check_traceable(layout, packed.leaves)
-        options, lanes, in_shardings = self._options, (), None
+        options, of_lanes, in_shardings = self._options, (), None
         if self._in_shardings is not None or self._out_shardings is not None:
             out = jax.tree.map(lambda x: _to_label(x, False), self._out_shardings, is_leaf=_is_label)
-            lanes = (*lanes_of(leaf_labels, entries, out), labels, out)
-            out_shardings: Any = WithOutcome(tuple([lane.sharding for lane in lanes[0]]), None)  # type: ignore[arg-type]
+            lanes, lane_of = lanes_of(leaf_labels, entries, out)
+            of_lanes = lanes, lane_of, labels, out
+            out_shardings: Any = WithOutcome(tuple([lane.sharding for lane in lanes]), None)  # type: ignore[arg-type]
             options = {**options, "out_shardings": out_shardings}
             in_shardings = None if self._in_shardings is None else [label.sharding for label in leaf_labels]
-        crossing = JitCrossing(layout, self._traces, literals_of(token), *lanes)
+        crossing = JitCrossing(layout, self._traces, literals_of(token), *of_lanes)
         donated = frozenset([k for k, label in enumerate(leaf_labels) if label.donated])
         plan = self._plans[key] = Plan(crossing, self._function, options, donated, in_shardings)
         return plan
