@@ -11,6 +11,7 @@ Which label each leaf gets is found in labels.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax.tree_util as jtu
@@ -276,6 +277,21 @@ def _at(name: str, path: tuple, entry: Any, value: Any) -> str:
 def argument_entries(prefix: Any, args: tuple, name: str) -> list[Any]:
     """:func:`broadcast_prefix` for positional arguments; as in JAX, the prefix may be a list in place of a tuple."""
     return broadcast_prefix(_placed(tuple(prefix) if isinstance(prefix, list) else prefix, left_out=1), args, name)
+
+
+def call_entries(
+    prefix: Any, arguments: Any, bound: int, name: str, others: Any, by_name: Mapping[str, Any] = MappingProxyType({})
+) -> list[Any]:
+    """The entry of each node and leaf of the ``Arguments`` of a call, of which the prefix does not describe all.
+
+    The first ``bound`` ones, and keyword arguments that are not in ``by_name``, have the entry ``others``. What is in a
+    Carrier (recordings.py) has an axis.
+    """
+    args, kwargs, captured = arguments
+    entries = same_entries(others, args[:bound]) + argument_entries(prefix, args[bound:], name)
+    for key in sorted(kwargs):
+        entries += same_entries(by_name.get(key, others), kwargs[key])
+    return entries + same_entries(0, captured)
 
 
 def output_entries(prefix: Any, out: Any, name: str) -> list[Any]:

@@ -22,7 +22,7 @@ from .callables import resolve, static_arguments
 from .classes import lifts_classes
 from .labels import label_arguments
 from .lift import Arguments, Crossing
-from .prefixes import argument_entries, check_labels, same_entries
+from .prefixes import call_entries, check_labels
 from .program import Program, program_of, run_program, weakly
 
 
@@ -69,9 +69,7 @@ def remat(
         layout = packed.layout
         cse = prevent_cse
         if not isinstance(cse, bool):
-            entries = same_entries(True, bound)
-            entries += argument_entries(cse, arguments.args[len(bound) :], "prevent_cse")
-            entries += same_entries(True, (arguments.kwargs, arguments.captured))
+            entries = call_entries(cse, arguments, len(bound), "prevent_cse", True)
             cse = tuple(label_arguments(packed, entries)[1])
 
         def program(leaves: list[Any]) -> Any:

@@ -46,7 +46,7 @@ from .classes import lifts_classes
 from .labels import Labels, label_arguments, labels_after, mapped_size
 from .lift import Arguments, Outcome, part_of
 from .naming import named
-from .prefixes import argument_entries, check_axes, labels_in, output_entries, prefix_key, same_entries
+from .prefixes import call_entries, check_axes, labels_in, output_entries, prefix_key
 from .program import Program, as_function, program_of, run_program, settings_of, weakly
 
 DataTransform = Callable[[Any, State], Any]
@@ -145,17 +145,17 @@ def looped(
             return type(out)([x if k == out_place[0] else own_states(x) for k, x in enumerate(out)])
         return out if out_place == () else own_states(out)
 
-    own = (named(step, function), loop, out_axes, carried, out_place, name, data_transform)
+    of_call = functools.partial(
+        _Scan, named(step, function), loop, out_axes, carried, out_place, axis_name=name, data_transform=data_transform
+    )
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = by_position(f, args, kwargs)
         if only_carry and len(args) != 1:
             raise PrefixError(f"When in_axes=Carry, the function must take exactly one argument; it got {len(args)}.")
-        kwargs = {**bound_kwargs, **kwargs}
-        entries = same_entries(None, bound) + argument_entries(in_axes, args, "in_axes") + same_entries(None, kwargs)
-        arguments = with_carrier(Arguments((*bound, *args), kwargs))
-        entries += same_entries(0, arguments.captured)
+        arguments = with_carrier(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
+        entries = call_entries(in_axes, arguments, len(bound), "in_axes", None)
         with recorded_anew(arguments):
             packed = pack_live(arguments)
             layout = packed.layout
@@ -164,7 +164,7 @@ def looped(
             settings = (name, data_transform, *prefix_key(in_axes), *prefix_key(out_axes))
             options = (*loop.keywords.values(), type(loop.keywords["unroll"]))  # unroll=True is not unroll=1
             key = (loop.func, *options, tuple(leaf_labels), size, *settings, settings_of(inner))
-            made = _Scan(*own, layout, labels, leaf_labels, size)
+            made = of_call(layout=layout, labels=labels, leaf_labels=leaf_labels, size=size)
             out = run_program(program_of((weakly(kept),), layout, key, lambda: Program(made.program)), packed)
         give_on(arguments)
         return out

@@ -24,7 +24,7 @@ from .labels import label_arguments, lanes_of
 from .leaf_checks import type_of
 from .lift import Arguments, Crossing, finish, tracing_all
 from .naming import named
-from .prefixes import PrefixMapping, argument_entries, check_labels, same_entries
+from .prefixes import PrefixMapping, call_entries, check_labels
 
 
 @lifts_classes()
@@ -74,12 +74,9 @@ def shard_map(
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = by_position(f, args, kwargs)
-        kwargs = {**bound_kwargs, **kwargs}
+        arguments = Arguments((*bound, *args), {**bound_kwargs, **kwargs})
         others = _AsTheyAre(current_mesh() if mesh is None else mesh, axis_names) if inferred else _REPLICATED
-        entries = same_entries(others, bound)
-        entries += argument_entries(others if inferred else in_specs, args, "in_specs")
-        entries += same_entries(others, kwargs)
-        arguments = Arguments((*bound, *args), kwargs)
+        entries = call_entries(others if inferred else in_specs, arguments, len(bound), "in_specs", others)
         with recorded_anew(arguments):
             packed = pack_live(arguments)
             labels, leaf_labels = label_arguments(packed, entries)

@@ -39,7 +39,7 @@ from .callables import as_pair, check_options, resolve
 from .labels import label_arguments
 from .leaf_checks import check_traceable, is_traceable, note_abstract, type_of
 from .lift import Arguments, Outcome, cross, part_of
-from .prefixes import PrefixMapping, argument_entries, check_labels, same_entries
+from .prefixes import PrefixMapping, call_entries, check_labels
 
 _DIFFERENTIATED, _REST = "differentiated", "rest"  # labels
 
@@ -447,9 +447,7 @@ class Derivation:
     def flags(self, prefix: Any, name: str) -> tuple[list[bool]]:
         """For each leaf that is differentiated, what a prefix of the arguments has for it, True or False."""
         check_labels(prefix, name, lambda x: isinstance(x, bool), "it takes True, False or nnx.StateAxes of these")
-        entries = same_entries(True, self.args[: self.shift])
-        entries += argument_entries(prefix, self.args[self.shift :], name)
-        entries += [True] * (len(children(self.packed.layout.root)) - len(entries))
+        entries = call_entries(prefix, self.arguments, self.shift, name, True)
         return ([x is not False for x in self.tangents.take(label_arguments(self.packed, entries)[1])],)
 
     def options(self, jax_transform: Callable, **prefixes: Any) -> dict[str, Any]:

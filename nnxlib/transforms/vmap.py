@@ -22,7 +22,7 @@ from .callables import by_position, check_options, resolve, static_arguments
 from .classes import lifts_classes
 from .labels import Labels, join_lanes, label_arguments, lanes_of, mapped_size, split_lanes
 from .lift import Arguments, Crossing, Returned, cross, finish, tracing_all
-from .prefixes import argument_entries, check_axes, labels_in, prefix_key, same_entries
+from .prefixes import call_entries, check_axes, labels_in, prefix_key
 from .program import Program, program_of, watched, weakly
 from .vmap_checks import checked, refuse_explicit, summed
 
@@ -183,13 +183,9 @@ def mapped(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if isinstance(in_axes, tuple | list) and len(in_axes) > len(args):  # some are of arguments passed by name
             args, kwargs = by_position(f, args, kwargs)
-        entries = same_entries(None, bound)  # what was bound to f is passed whole
-        entries += argument_entries(in_axes, args, "in_axes")
-        named = {**bound_kwargs, **kwargs}
-        for name in sorted(named):
-            entries += same_entries(0 if name in kwargs else None, named[name])
-        arguments = with_carrier(Arguments((*bound, *args), named))
-        entries += same_entries(0, arguments.captured)
+        arguments = with_carrier(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
+        # What was bound to f is passed whole.
+        entries = call_entries(in_axes, arguments, len(bound), "in_axes", None, dict.fromkeys(kwargs, 0))
         with recorded_anew(arguments):
             packed = pack_live(arguments)
             labels, leaf_labels = label_arguments(packed, entries)
