@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from .stamps import Stamps, invalidate, stamping
 from .trace_state import TraceState
+from .tracing import TraceRef
 
 A = TypeVar("A")
 I = TypeVar("I", bound="Identified")
@@ -27,6 +28,7 @@ class Identified:
     __slots__ = ()
 
     _nnx_stamps: Stamps  # of the cached layouts that describe it
+    _nnx_table: Any  # of what is below it, if it was packed as a root (tables.py)
     _nnx_saved: tuple[str, ...]  # its slots
 
     _trace_state = property(TraceState, lambda self, state: self._nnx_give(state.jax_trace))
@@ -47,6 +49,14 @@ class Identified:
         if stamps := self._nnx_stamps:
             invalidate(stamps, self)
             _lose(self, stamps)
+
+    def _nnx_join(self, trace: TraceRef) -> None:
+        """Begin to belong to a trace; the borrower gives a Variable a cell of it, until when others read the old one.
+
+        Changes inside the trace must not invalidate what describes the object outside.
+        """
+        _set(self, "_nnx_stamps", ())
+        _set(self, "_nnx_table", None)
 
     def _nnx_save(self) -> tuple:
         return type(self), self._nnx_contents(), {name: getattr(self, name) for name in self._nnx_saved}

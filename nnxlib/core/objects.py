@@ -86,7 +86,6 @@ class Node(Identified):
 
     _nnx_saved = SLOTS
     _nnx_marks: dict[Any, Any] | None
-    _nnx_table: Any
     _nnx_trace: Any
     _nnx_tree: Any
     _nnx_guarded: bool = True  # False for a class whose instances can be changed unnoticed
@@ -131,8 +130,7 @@ class Node(Identified):
 
     def _nnx_join(self, trace: Any) -> None:
         _set(self, "_nnx_trace", trace)
-        _set(self, "_nnx_stamps", ())  # changes inside the trace must not invalidate what describes the object outside
-        _set(self, "_nnx_table", None)
+        super()._nnx_join(trace)
         _set(self, "_nnx_tree", None)
 
     def __repr__(self) -> str:

@@ -236,10 +236,6 @@ class Variable(ArrayOperators[A], VariableSlots):
     def _nnx_give(self, trace: TraceRef) -> None:
         change(self, _set, self, "_cell", cell_of(self._cell.value, trace))
 
-    def _nnx_join(self, trace: TraceRef) -> None:
-        # The borrower gives it a cell of the trace; until then other threads read the present one.
-        _set(self, "_nnx_stamps", ())  # changes inside the trace must not invalidate what describes the object outside
-
     def _where(self) -> str:
         path = locate(self, skip=3)
         name = f"{type(self).__name__} ({errors.describe(self._nnx_value)})"
