@@ -41,7 +41,8 @@ def held_in(layout: Layout) -> tuple[Any, ...]:
 def _statics(layout: Layout) -> list[Any]:
     """The static values of objects, and static arguments; of one that each trace copies, what the copies share."""
     arguments = [spec for _, spec in parts(layout.root) if type(spec) is Const]
-    return [x for const in (*[const for *_, const in layout.statics], *arguments) for x in const.shared]
+    constants = *[const for *_, const in layout.statics], *arguments
+    return [x for const in constants for x in ((const.value,) if const.uncopied is None else const.uncopied)]
 
 
 def _reached(values: Iterable[Any]) -> Iterator[Any]:

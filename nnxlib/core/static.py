@@ -75,11 +75,6 @@ class Const:
         """Whether anything in the value can be changed in place."""
         return self.uncopied is not None
 
-    @property
-    def shared(self) -> Sequence[Any]:
-        """What the value and all its copies have in common: the value itself, if it is never copied."""
-        return (self.value,) if self.uncopied is None else self.uncopied
-
     @classmethod
     def of(cls, value: Any, path: tuple = ()) -> Const:
         """Freeze ``value``; ``path`` is where it was found, for messages.
