@@ -71,7 +71,7 @@ class Blueprint:
 
     def make(self, leaves: Sequence[Any], cell: Callable[[Any], Cell], stamps: Stamps) -> list[Any]:
         """The objects by row: Variables, whose values are the first leaves, and empty nodes."""
-        made = make_variables(self.variable_types, leaves, fresh(self.metadata), cell, stamps)
+        made = make_variables(self.variable_types, leaves, fresh_values(self.metadata), cell, stamps)
         objects: list[Any] = [None] * len(self._rows)
         for i, kind, marks in self._nodes:
             objects[i] = new_node(kind, marks, None, stamps)
@@ -113,6 +113,6 @@ class Blueprint:
         return is_same and holds_same(x._nnx_marks or NO_METADATA, cast(NodeRow, row).marks.value)
 
 
-def fresh(constants: list[Const]) -> list[Any]:
+def fresh_values(constants: list[Const]) -> list[Any]:
     """The values of constants; those that can change in place are copies."""
     return [const.value if const.uncopied is None else const.fresh() for const in constants]

@@ -162,6 +162,7 @@ class Layout:
         """
         if not self.shared:
             return self.positions.get(path)
+        # Where the path has led so far: to what, the first path to that, and the keys that are left, as text.
         item, first, rest = self.root, (), tuple(map(str, path))
 
         def leads_on(part: tuple[tuple, Spec]) -> bool:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from . import fitting
-from .blueprint import fresh
+from .blueprint import fresh_values
 from .buffers import note_buffers
 from .calls import note_copies, note_split, split_into
 from .cells import cell_of, new_cell
@@ -89,7 +89,7 @@ class _Snapshot:
             chosen = self.group.within(len(kinds))
             kinds, metadata = [kinds[k] for k in chosen], [metadata[k] for k in chosen]
         cell = new_cell if self.trace is current_trace() else functools.partial(cell_of, trace=self.trace)
-        made = make_variables(kinds, self.values, fresh(metadata), cell)
+        made = make_variables(kinds, self.values, fresh_values(metadata), cell)
         return made + self.values[len(made) :]
 
     def nest(self) -> dict:

@@ -39,9 +39,9 @@ from .literals import Literals, LiteralToken, literals_in
 
 # The objects that a function captures at a call, and a *token*, which is part of the key of its compiled functions: two
 # are equal if each object was found at the same addresses, and the literals are equal.
-Captured = tuple[tuple[Any, ...], Hashable]
+CapturedNow = tuple[tuple[Any, ...], Hashable]
 
-NOTHING: Captured = (), None
+NOTHING: CapturedNow = (), None
 
 
 class Known(NamedTuple):
@@ -80,22 +80,22 @@ class Captures:
         self._integers = False  # whether integers are literals
         self.known: Known | None = None  # None if it has to be found anew at each call
 
-    def now(self) -> Captured:
+    def now(self) -> CapturedNow:
         """What the function captures, as far as is known; searched again, if it now refers to other objects."""
         known = self.known
         if known is None:
-            return _captured(self._start_anew())
+            return _now(self._start_anew())
         try:  # inlined `conditions.find()`, to save a call
             found = known.conditions.find_or_raise()
         except Exception:
             found = None
         if found is None:
-            return _captured(self._found_again(known))
+            return _now(self._found_again(known))
         if Watch.all:
             note_running(known.running)
         return found, known.token_now() if known.literals.positions else known.token
 
-    def add(self, outside: CapturedObjects, before: Sequence[Any], packed: Packed, count: int) -> Captured:
+    def add(self, outside: CapturedObjects, before: Sequence[Any], packed: Packed, count: int) -> CapturedNow:
         """Add objects that a trace of what was ``packed`` has captured besides those that it was given ``before``.
 
         Returns what to give to the next trace: what the function captures now. But if the added objects are not found
@@ -332,8 +332,8 @@ def _is_within_reach(x: Any) -> bool:
     return x._nnx_trace is current_trace() or is_live(x._nnx_trace)
 
 
-def _captured(known: Known) -> Captured:
-    """The Captured of a Known that was just found; nothing if an object is gone already."""
+def _now(known: Known) -> CapturedNow:
+    """The CapturedNow of a Known that was just found; nothing if an object is gone already."""
     roots = tuple([reference() for reference in known.roots])
     return (roots, known.token_now()) if all(root is not None for root in roots) else NOTHING
 

@@ -38,7 +38,7 @@ from .abstract import eval_packed
 from .callables import check_options, resolve
 from .checkify import note_nan_in_call
 from .classes import lifts_classes
-from .closure_inputs import EMPTY, NOTHING, Captured, Captures, Known
+from .closure_inputs import EMPTY, NOTHING, CapturedNow, Captures, Known
 from .dispatch import Dispatch, KnownCall, Miss
 from .labels import label_arguments, lanes_of
 from .leaf_checks import check_traceable
@@ -185,7 +185,7 @@ class JitWrapped(Jitted, Generic[P, R]):
             raise
 
     def _call_packed(
-        self, captures: Captures, args: tuple, kwargs: dict[str, Any], now: Captured, found: KnownCall | None = None
+        self, captures: Captures, args: tuple, kwargs: dict[str, Any], now: CapturedNow, found: KnownCall | None = None
     ) -> Any:
         """Call the function on packed arguments and what it captures; ``found`` is to dispatch the next call."""
         if followed():
@@ -204,7 +204,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         captures: Captures,
         args: tuple,
         kwargs: dict[str, Any],
-        now: Captured,
+        now: CapturedNow,
         donate: bool,
         pack: Callable[[Any], Packed] = pack,
     ) -> Any:

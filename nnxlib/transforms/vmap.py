@@ -192,8 +192,8 @@ def mapped(
             recorded = [0] if recorded_types() else []  # what slices sow is stacked
             lanes = lanes_of(leaf_labels, entries, out_axes, recorded)
             crossing = MappedCrossing(axis, packed.layout, *lanes, labels, out_axes)
-            kept = weakly(function)  # pmap keeps programs on the function
-            pure = crossing.purify(repeated(kept, size(packed, leaf_labels)))
+            # Weakly, since pmap keeps programs on the function.
+            pure = crossing.purify(repeated(weakly(function), size(packed, leaf_labels)))
             out = finish(packed, over(pure, crossing)(*crossing.split(packed.leaves)))
         give_on(arguments)
         return out
