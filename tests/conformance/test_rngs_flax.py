@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
-from nnxlib.core import streams as streams_module
+from nnxlib.core import reseeding
 
 flax = pytest.importorskip("flax.nnx")
 
@@ -181,7 +181,7 @@ def test_streams_of_a_model_are_split_forked_and_reseeded_alike():
         look(model)
         return facts
 
-    assert program(nnx, streams_module) == program(flax, flax)
+    assert program(nnx, reseeding) == program(flax, flax)
 
 
 def test_with_rngs_gives_the_same_streams():
