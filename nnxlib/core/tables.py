@@ -39,7 +39,7 @@ from .objects import Pytree
 from .patching import patched
 from .rows import LEAF, NodeRow, Row, Tree, count_leaves
 from .stamps import Stamp, stamping, with_stamp
-from .tracing import Place, at_top_level
+from .tracing import UserLine, at_top_level
 from .walk import Walk
 
 
@@ -175,7 +175,7 @@ def _checked(table: LiveTable, root: Any) -> LiveTable:
     said = errors.listed(_STALE.format(kind=type(root).__name__), list(map(as_change, found)) or [_EXCHANGED], _REMEDY)
     if {difference.kind for difference in found} != {"added"}:
         raise errors.StaleLayoutError(said)
-    Place().warn(said)  # a cache, most likely, without which earlier calls were right
+    UserLine().warn(said)  # a cache, most likely, without which earlier calls were right
     return _make(root)
 
 
