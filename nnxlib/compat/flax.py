@@ -28,11 +28,13 @@ from typing import TYPE_CHECKING, TypeVar
 import nnxlib
 
 from ..core.annotations import signature_of
-from ..core.errors import format_path
 from ..core.missing import MISSING
-from ..core.switches import Switch
 from ..core.tracing import boundary
 from . import aliases, trees
+from .graphlib import set_graph_mode as set_graph_mode
+from .graphlib import set_graph_updates as set_graph_updates
+from .graphlib import vars_as as vars_as
+from .graphlib import with_vars as with_vars
 from .variablelib import var_defaults as var_defaults
 
 if TYPE_CHECKING:
@@ -40,78 +42,6 @@ if TYPE_CHECKING:
 
 M = TypeVar("M")
 _SWITCHES = ("graph_updates", "copy_variables")
-
-
-class set_graph_mode(Switch):
-    """Whether calls that do not say otherwise are in graph mode; where it is not set, see ``flax.config``.
-
-    >>> from nnxlib.compat import flax as nnx
-    >>> with nnx.set_graph_mode(False):
-    ...   nnx.set_graph_mode.current_value()
-    False
-    """
-
-    _flag = "nnx_graph_mode"
-
-
-class set_graph_updates(Switch):
-    """Whether transforms that do not say otherwise carry changes of structure; asked when a transform is made.
-
-    >>> from nnxlib.compat import flax as nnx
-    >>> with nnx.set_graph_updates(False):
-    ...   attach = nnx.jit(lambda model: model.update(seen=jnp.ones(())))
-    >>> model = nnx.Dict()
-    >>> attach(model)
-    >>> len(model)
-    0
-    """
-
-    _flag = "nnx_graph_updates"
-
-
-def with_vars(
-    node: Any,
-    /,
-    *,
-    hijax: bool | None = None,
-    ref: bool | None = None,
-    mutable: bool | None = None,
-    only: nnxlib.filterlib.Filter = ...,
-    allow_duplicates: bool = False,
-) -> Any:
-    """Return a copy of ``node`` in which the Variables that the filter takes have these settings.
-
-    Variables that have them already, and those that the filter does not take, are not copied. ``mutable`` has no
-    effect: a Variable can always be written.
-
-    >>> from nnxlib.compat import flax as nnx
-    >>> nnx.with_vars(nnx.Dict(w=nnx.Param(1.0)), ref=True)['w'].ref
-    True
-
-    Raises:
-      ValueError: for a Variable with two paths that would be copied, unless ``allow_duplicates``.
-    """
-    asked = {kind: x for kind, x in {"hijax": hijax, "ref": ref}.items() if x is not None}
-    predicate = nnxlib.filterlib.to_predicate(only)
-
-    def is_taken(path: tuple, x: Any) -> bool:
-        return isinstance(x, nnxlib.Variable) and predicate(path, x)
-
-    def changed(path: tuple, x: Any) -> Any:
-        now = {kind: bool(x.get_metadata(kind, False)) for kind in asked} if is_taken(path, x) else asked
-        return x if now == asked else x.copy(**asked)
-
-    if isinstance(node, nnxlib.State):
-        return nnxlib.map_state(changed, node)
-    for paths in () if allow_duplicates else nnxlib.find_duplicates(node, only=is_taken):
-        raise ValueError(
-            f"Found duplicate at paths {', '.join(map(format_path, paths))}: a copy would be another Variable. Pass "
-            "allow_duplicates=True to make one copy for all of them."
-        )
-    return nnxlib.recursive_map(changed, node)
-
-
-vars_as = with_vars
 
 
 def _of_trees(graph: bool | None) -> bool:

@@ -12,13 +12,16 @@ from typing import Any, Generic, TypeVar
 
 import jax.tree_util as jtu
 
+from ..core import filters
 from ..core.contexts import *  # noqa: F403
 from ..core.data import is_array as is_array
 from ..core.data import is_node as is_graph_node
+from ..core.errors import format_path
 from ..core.filters import PathParts as PathParts
 from ..core.graphdef import GraphDef as GraphDef
 from ..core.graphstate import GraphState as GraphState
 from ..core.iteration import *  # noqa: F403
+from ..core.iteration import find_duplicates, recursive_map
 from ..core.module import iter_module_children as iter_module_children
 from ..core.objects import Node as Node
 from ..core.ops import *  # noqa: F403
@@ -30,6 +33,7 @@ from ..core.state import FlatState as FlatState
 from ..core.state import FlatState as GraphFlatState  # noqa: F401
 from ..core.state import State as State
 from ..core.state import map_state as map_state
+from ..core.switches import Switch
 from ..core.traversals import Key as Key
 from ..core.traversals import path_key as path_key
 from ..core.variables import Variable as Variable
@@ -97,6 +101,78 @@ def jax_to_nnx_path(jax_path: tuple, /) -> PathParts:
     ('a', 0)
     """
     return tuple([path_key(entry) for entry in jax_path])
+
+
+class set_graph_mode(Switch):
+    """Whether calls that do not say otherwise are in graph mode; where it is not set, see ``flax.config``.
+
+    >>> from nnxlib.compat import flax as nnx
+    >>> with nnx.set_graph_mode(False):
+    ...   nnx.set_graph_mode.current_value()
+    False
+    """
+
+    _flag = "nnx_graph_mode"
+
+
+class set_graph_updates(Switch):
+    """Whether transforms that do not say otherwise carry changes of structure; asked when a transform is made.
+
+    >>> from nnxlib.compat import flax as nnx
+    >>> with nnx.set_graph_updates(False):
+    ...   attach = nnx.jit(lambda model: model.update(seen=jnp.ones(())))
+    >>> model = nnx.Dict()
+    >>> attach(model)
+    >>> len(model)
+    0
+    """
+
+    _flag = "nnx_graph_updates"
+
+
+def with_vars(
+    node: Any,
+    /,
+    *,
+    hijax: bool | None = None,
+    ref: bool | None = None,
+    mutable: bool | None = None,
+    only: filters.Filter = ...,
+    allow_duplicates: bool = False,
+) -> Any:
+    """Return a copy of ``node`` in which the Variables that the filter takes have these settings.
+
+    Variables that have them already, and those that the filter does not take, are not copied. ``mutable`` has no
+    effect: a Variable can always be written.
+
+    >>> from nnxlib.compat import flax as nnx
+    >>> nnx.with_vars(nnx.Dict(w=nnx.Param(1.0)), ref=True)['w'].ref
+    True
+
+    Raises:
+      ValueError: for a Variable with two paths that would be copied, unless ``allow_duplicates``.
+    """
+    asked = {kind: x for kind, x in {"hijax": hijax, "ref": ref}.items() if x is not None}
+    predicate = filters.to_predicate(only)
+
+    def is_taken(path: tuple, x: Any) -> bool:
+        return isinstance(x, Variable) and predicate(path, x)
+
+    def changed(path: tuple, x: Any) -> Any:
+        now = {kind: bool(x.get_metadata(kind, False)) for kind in asked} if is_taken(path, x) else asked
+        return x if now == asked else x.copy(**asked)
+
+    if isinstance(node, State):
+        return map_state(changed, node)
+    for paths in () if allow_duplicates else find_duplicates(node, only=is_taken):
+        raise ValueError(
+            f"Found duplicate at paths {', '.join([format_path(path) for path in paths])}: a copy would be another "
+            "Variable. Pass allow_duplicates=True to make one copy for all of them."
+        )
+    return recursive_map(changed, node)
+
+
+vars_as = with_vars
 
 
 def __getattr__(name: str) -> Any:  # in flax 0.12.5 the functions of its later `compat` were here

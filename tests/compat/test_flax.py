@@ -379,6 +379,8 @@ def test_an_optimizer_and_an_average_take_the_switch():
 def test_functions_of_modules_take_the_switches():
     """`nnx.graphlib.split(x, graph=True)`: as the names of the package itself, which they are."""
     assert nnx.graphlib.split is nnx.split
+    assert nnx.graphlib.set_graph_mode is nnx.set_graph_mode
+    assert nnx.graphlib.with_vars is nnx.with_vars
     assert isinstance(nnx.graphlib.split(nnx.Param(1), graph=False)[1], nnx.Param)
     assert nnx.statelib.State is nnx.State
     assert nnx.compat.split is nnx.split

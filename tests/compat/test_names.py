@@ -17,7 +17,8 @@ NAMES = {
     "extract": "=NodeStates =to_tree =from_tree",
     "graphlib": (
         "=GraphDef =GraphState =State =Variable =split =merge NodeDef NodeRef VariableDef GraphFlatState Key PathParts "
-        "Static is_graph_node is_node is_node_leaf is_node_type is_pytree_node jax_to_nnx_path"
+        "Static is_graph_node is_node is_node_leaf is_node_type is_pytree_node jax_to_nnx_path set_graph_mode "
+        "set_graph_updates vars_as with_vars"
     ),
     "helpers": "=Dict =List =Sequential =TrainState has_keyword_arg",
     "ids": "UUID uuid",
