@@ -51,9 +51,9 @@ class Identified:
             _lose(self, stamps)
 
     def _nnx_join(self, trace: TraceRef) -> None:
-        """Begin to belong to a trace; the borrower gives a Variable a cell of it, until when others read the old one.
+        """Begin to belong to a trace, in which changes must not invalidate what describes the object outside.
 
-        Changes inside the trace must not invalidate what describes the object outside.
+        A Variable gets a cell of the trace from the borrower; until then other threads read the present one.
         """
         _set(self, "_nnx_stamps", ())
         _set(self, "_nnx_table", None)
