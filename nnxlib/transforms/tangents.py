@@ -444,11 +444,14 @@ class Derivation:
         self.arguments = with_carrier(Arguments(self.args, {**bound_kwargs, **(kwargs or {})}))
         self.packed: Packed = pack_live(self.arguments)
 
-    def flags(self, prefix: Any, name: str) -> tuple[list[bool]]:
-        """For each leaf that is differentiated, what a prefix of the arguments has for it, True or False."""
+    def flags(self, prefix: Any, name: str) -> tuple[tuple[bool, ...]]:
+        """For each leaf that is differentiated, what a prefix of the arguments has for it, True or False.
+
+        In tuples, which all versions of JAX take for a prefix of the list of leaves (0.11 takes nothing else).
+        """
         check_labels(prefix, name, lambda x: isinstance(x, bool), "it takes True, False or nnx.StateAxes of these")
         entries = call_entries(prefix, self.arguments, self.shift, name, True)
-        return ([x is not False for x in self.tangents.take(label_arguments(self.packed, entries)[1])],)
+        return (tuple([x is not False for x in self.tangents.take(label_arguments(self.packed, entries)[1])]),)
 
     def options(self, jax_transform: Callable, **prefixes: Any) -> dict[str, Any]:
         """Those options of a transform of JAX that say something of each leaf, from what the user has given."""
