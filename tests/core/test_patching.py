@@ -109,6 +109,19 @@ def test_patching_costs_what_has_changed(unchecked):
     assert counts[0] == counts[1]
 
 
+def test_a_layer_is_exchanged_without_a_description_of_the_others(unchecked):
+    """The List that holds it is compared with its row, which takes one call for each layer, and not described again."""
+    counts = []
+    for size in (10, 1000):
+        m = nnx.List([Layer() for _ in range(size)])
+        for _ in range(10):  # also past the checks of uses 1, 2, 4, 8
+            m[3] = Layer()
+            table_of(m)
+        m[3] = Layer()
+        counts.append(count_calls(lambda m=m: table_of(m)))
+    assert counts[1] - counts[0] < 2 * 990
+
+
 def _flag_to(value):
     def change(m):
         m.layers[0].n = value
