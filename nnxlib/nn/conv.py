@@ -97,7 +97,7 @@ def per_axis(name: str, x: Sizes, rank: int) -> tuple[int, ...]:
     """The setting of this name for each spatial axis."""
     if x is None:
         return (1,) * rank
-    sizes = tuple(x) if isinstance(x, Iterable) else (x,) * rank
+    sizes = tuple(x) if hasattr(x, "__iter__") else (x,) * rank
     if len(sizes) != rank or not all(map(is_size, sizes)):
         raise UsageError(
             f"{name} has to be one positive number, or {rank} of them, one for each spatial axis, but is {x}."
@@ -129,18 +129,18 @@ def _conv_dimension_numbers(input_shape: tuple[int, ...]) -> lax.ConvDimensionNu
 
 
 def _with_one_batch_axis(
-    layer: Any, inputs: Array, rank: int, channels: int, channels_last: bool = True
+    layer: Any, inputs: Array, kernel: Array, rank: int, channels: int, channels_last: bool = True
 ) -> tuple[Array, tuple[int, ...]]:
     """The input with its batch axes merged into one, and what they were."""
-    kernel = layer.kernel[...]
-    if inputs.ndim <= rank or (channels_last and (inputs.shape[-1] != channels or kernel.ndim != rank + 2)):
+    shape = inputs.shape
+    if len(shape) <= rank or (channels_last and (shape[-1] != channels or len(kernel.shape) != rank + 2)):
         groups = getattr(layer, "feature_group_count", 1)
         apart = f" in {groups} groups, its feature_group_count" if groups != 1 else ""
         takes = f"inputs of shape [*batch, {'*, ' * rank}{channels}] ({rank} spatial axes, {channels} channels{apart})"
         raise input_error(layer, takes + misfit("kernel", kernel, *layer.kernel_shape), inputs)
-    batch = inputs.shape[: inputs.ndim - rank - 1]
+    batch = shape[: len(shape) - rank - 1]
     if len(batch) != 1:
-        inputs = jnp.reshape(inputs, (math.prod(batch), *inputs.shape[len(batch) :]))
+        inputs = jnp.reshape(inputs, (math.prod(batch), *shape[len(batch) :]))
     return inputs, batch
 
 
@@ -268,7 +268,7 @@ class Conv(Module):
         """
         kernel, rank = self.kernel[...], len(self.kernel_size)
         convolve, channels = self.conv_general_dilated, kernel.shape[-2] * self.feature_group_count
-        x, batch = _with_one_batch_axis(self, inputs, rank, channels, convolve is lax.conv_general_dilated)
+        x, batch = _with_one_batch_axis(self, inputs, kernel, rank, channels, convolve is lax.conv_general_dilated)
         kernel_dilation = per_axis("kernel_dilation", self.kernel_dilation, rank)
         x, padding = _pad(x, canonicalize_padding(self.padding, rank), kernel.shape[:rank], kernel_dilation)
         x, kernel, bias = self.promote_dtype((x, _masked(self, kernel), _bias(self)), dtype=self.dtype)
@@ -388,7 +388,8 @@ class ConvTranspose(Module):
           ValueError: for a padding that a transposed convolution does not have.
         """
         kernel, rank = self.kernel[...], len(self.kernel_size)
-        x, batch = _with_one_batch_axis(self, inputs, rank, kernel.shape[-1 if self.transpose_kernel else -2])
+        channels = kernel.shape[-1 if self.transpose_kernel else -2]
+        x, batch = _with_one_batch_axis(self, inputs, kernel, rank, channels)
         spatial, strides = x.shape[1:-1], per_axis("strides", self.strides, rank)
         padding = canonicalize_padding(self.padding, rank)
         if padding in ("CAUSAL", "REFLECT") or (padding == "SAME_LOWER" and max(strides) > 1):

@@ -158,17 +158,18 @@ class Linear(Module):
           LayerInputError: if the last axis of the input does not fit the kernel.
         """
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], value_or_none(self.bias)), dtype=self.dtype)
-        if x.shape[-1:] != kernel.shape[:-1] and self.dot_general is lax.dot_general:
+        shape = x.shape
+        if shape[-1:] != kernel.shape[:-1] and self.dot_general is lax.dot_general:
             unlike = misfit("kernel", kernel, self.in_features, self.out_features)
             size = kernel.shape[-2] if kernel.ndim > 1 else self.in_features
             raise input_error(self, f"inputs of shape [..., {size}]{unlike}", inputs)
-        return contract(self, self.dot_general, x, kernel, bias, (((x.ndim - 1,), (0,)), ((), ())), out_sharding)
+        return contract(self, self.dot_general, x, kernel, bias, (((len(shape) - 1,), (0,)), ((), ())), out_sharding)
 
 
 def kernel_shape(layer: Any) -> tuple[int, ...] | None:
     """The shape that the kernel of a linear layer has now; None for what computes in a way of its own."""
     own = isinstance(layer, Linear | LinearGeneral) and type(layer).__call__.__module__.startswith(f"{__package__}.")
-    return layer.kernel.shape if own else None
+    return layer.kernel[...].shape if own else None
 
 
 class LinearGeneral(Module):

@@ -202,9 +202,10 @@ def normalize(
 
 def _reduction_axes(layer: Any, x: Any) -> tuple[int, ...]:
     """The axes that a layer reduces, counted from the front."""
-    axes = _absolute(layer.reduction_axes, x.ndim)
+    ndim = len(x.shape)
+    axes = _absolute(layer.reduction_axes, ndim)
     for axis in axes:
-        if not 0 <= axis < x.ndim:
+        if not 0 <= axis < ndim:
             listed = ", ".join(map(str, as_tuple(layer.reduction_axes)))
             raise input_error(layer, f"inputs with the axes that it reduces (reduction_axes: {listed})", x)
     return axes
@@ -216,14 +217,14 @@ def _feature_axes(layer: Any, x: Any, axes: Axes, **parameters: Array | None) ->
     The number of features that the layer declares does not decide: code prunes channels by replacing the parameters,
     and in a ``shard_map`` a parameter is only a part.
     """
-    absolute = _absolute(axes, x.ndim)
+    shape = x.shape
+    absolute = _absolute(axes, len(shape))
+    size = math.prod([shape[a] if 0 <= a < len(shape) else -1 for a in absolute])
     for name, parameter in parameters.items():
-        if parameter is not None:
-            sizes = [x.shape[a] if 0 <= a < x.ndim else -1 for a in absolute]
-            if math.prod(sizes) != parameter.size:
-                listed = ", ".join(map(str, as_tuple(axes)))
-                unlike = misfit(name, parameter, layer.num_features) or f" (as its {name} has)"
-                raise input_error(layer, f"inputs with {parameter.size} features on axis {listed}{unlike}", x)
+        if parameter is not None and math.prod(parameter.shape) != size:
+            listed = ", ".join(map(str, as_tuple(axes)))
+            unlike = misfit(name, parameter, layer.num_features) or f" (as its {name} has)"
+            raise input_error(layer, f"inputs with {parameter.size} features on axis {listed}{unlike}", x)
     return absolute
 
 

@@ -38,11 +38,50 @@ def test_the_numbers_are_positive(report: Report) -> None:
         assert (float(text) >= 0) if compared else (text == "-")
 
 
-def test_no_layer_calls_more_python_than_it_should() -> None:
-    """A bound on the functions that an eager call enters: 24 when it was set, whatever the machine."""
-    work = layers.call(layers.load()[layers.OURS], layers.LAYERS["Linear"])
-    work()
-    assert count_calls(work) <= 60
+# Python and C functions that an eager call of a layer, and its construction, call; about a fifth above what they were
+# when this was written: with Python 3.11 and JAX 0.8, where they are most.
+MOST = {
+    "Linear": (40, 1_380),
+    "LinearGeneral": (66, 1_620),
+    "Einsum": (690, 1_530),
+    "Embed": (52, 1_430),
+    "Conv": (80, 1_710),
+    "ConvTranspose": (58, 1_590),
+    "BatchNorm, training": (121, 1_640),
+    "BatchNorm, evaluation": (79, 1_640),
+    "LayerNorm": (85, 1_430),
+    "RMSNorm": (72, 1_280),
+    "GroupNorm": (92, 1_450),
+    "InstanceNorm": (80, 1_400),
+    "SpectralNorm(Linear)": (360, 2_280),
+    "WeightNorm(Linear)": (340, 2_100),
+    "Dropout": (67, 1_310),
+    "PReLU": (37, 1_120),
+    "MultiHeadAttention": (380, 4_930),
+    "SimpleCell": (113, 2_800),
+    "LSTMCell": (307, 7_730),
+    "OptimizedLSTMCell": (109, 2_990),
+    "GRUCell": (101, 2_990),
+    "RNN(GRUCell)": (650, 3_900),
+    "LoRA": (24, 1_280),
+    "LoRALinear": (67, 1_920),
+    "Sequential(Linear, relu, Linear)": (94, 2_220),
+    "avg_pool": (180, 393),
+    "max_pool": (118, 393),
+}
+
+
+@pytest.mark.parametrize("name", layers.LAYERS)
+def test_no_layer_calls_more_python_than_it_should(name: str, unchecked) -> None:
+    """A bound on the functions that an eager call enters, and a construction, whatever the machine."""
+    nnx, row, counts = layers.load()[layers.OURS], layers.LAYERS[name], []
+    for kind in layers.call, layers.construct:
+        work = kind(nnx, row)
+        for _ in range(10):  # after the 8th no check of what is remembered is due
+            work()
+        counts.append(count_calls(work))
+    assert counts[0] <= MOST[name][0]
+    assert counts[1] <= MOST[name][1]
 
 
 @pytest.mark.parametrize("model", [layers.transformer, layers.convolutional])
