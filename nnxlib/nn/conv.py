@@ -93,8 +93,8 @@ def canonicalize_padding(
     )
 
 
-def per_axis(name: str, x: Sizes, rank: int) -> tuple[int, ...]:
-    """The setting of this name for each spatial axis."""
+def per_axis(name: str, x: Any, rank: int) -> tuple[int, ...]:
+    """The setting of this name for each spatial axis, given as one number, or one for each, or None for 1."""
     if x is None:
         return (1,) * rank
     sizes = tuple(x) if hasattr(x, "__iter__") else (x,) * rank
