@@ -189,4 +189,5 @@ _EXCHANGED = "an object was exchanged for another one of the same structure"
 
 _REMEDY = """\
 Attributes are to be set with `setattr` (or through `vars(module)`), not with `object.__setattr__`. A static value \
-that has a hash is to be replaced by another one, not edited. The next call sees the object as it is now."""
+that has a hash is to be replaced by another one, not edited; `%autoreload` edits functions in place. The next call \
+sees the object as it is now."""

@@ -882,6 +882,18 @@ def test_a_base_class_that_autoreload_has_edited():
     assert jitted(m, 1.0).tolist() == [3.0, 3.0]
 
 
+def test_jax_forgets_all_programs_at_once():
+    """``jax.clear_caches()`` does for all jitted functions what their ``clear_cache()`` does."""
+    old, new = edited_classes()
+    m = old()
+    jitted, closure, branch = nnx.jit(lambda m, x: m(x)), nnx.jit(lambda x: m(x)), lambda m, x: m(x)
+    calls = [lambda: jitted(m, 1.0), lambda: closure(1.0), lambda: nnx.cond(jnp.array(True), branch, branch, m, 1.0)]
+    assert [call().tolist() for call in calls for _ in range(3)] == [[2.0, 2.0]] * 9
+    autoreload(old, new)
+    jax.clear_caches()
+    assert [call().tolist() for call in calls for _ in range(3)] == [[3.0, 3.0]] * 9
+
+
 def test_explain_tells_classes_of_one_name_apart():
     old, new = edited_classes()
     jitted = nnx.jit(lambda m, x: m(x))
