@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax._src import core as jax_core
 
 import nnxlib as nnx
 from nnxlib.core import calls, closures, stamps
@@ -321,6 +322,9 @@ def with_frames(count, f):
         return False
     finally:
         sys.setrecursionlimit(limit)
+        if not jax_core.trace_state_clean():  # JAX 0.9 stays in its own trace if there is no room to leave it
+            jax_core.trace_ctx.set_trace(jax_core.eval_trace)
+            jax_core.trace_ctx.set_axis_env(jax_core.top_axis_env)
 
 
 def each_stack(make, run):
