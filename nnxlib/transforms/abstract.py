@@ -24,7 +24,7 @@ from ..core.packing import pack_live
 from ..core.placement import devices_at_hand, on_devices, using_eager_sharding
 from ..core.references import search
 from ..core.rows import VariableRow
-from ..core.tracing import boundary, with_room
+from ..core.tracing import abandon_trace, boundary, with_room
 from .axes import place_new
 from .callables import resolve
 from .leaf_checks import check_returned, explain_untraced
@@ -82,7 +82,11 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
             check_returned(after)
             return after.leaves, Outcome(after.delta)
 
-        return call_borrowing(captured.objects, run, wait=True)
+        try:
+            return call_borrowing(captured.objects, run, wait=True)
+        except BaseException:
+            abandon_trace()  # also if it is made again
+            raise
 
     pure = named(pure, f, layout.leaf_paths, ())
     try:

@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import gc
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -222,6 +224,36 @@ def test_failures_change_nothing():
     with pytest.raises(errors.OutputError, match="<output> is set to a str"):
         nnx.eval_shape(lambda m: "text", model)
     assert_same(model, make())
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_trace_has_read_is_freed(fails, disabled):
+    """Neither a trace that fails nor one that is made again, to write, keeps an array of a live object alive."""
+    model = make()
+    model.array = nnx.Variable(model.array)
+    array = weakref.ref(model.array.value)
+
+    def call(x):
+        x, read = model(x), model.array.value  # after the first write to a statistic
+        if fails:
+            raise ZeroDivisionError
+        return x + read.sum()
+
+    def read_first(x):
+        return call(x + model.array.value.sum())
+
+    def outer(x):  # its own trace goes on
+        with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+            nnx.eval_shape(read_first, x)
+        return x + 1
+
+    with jax.disable_jit(disabled):
+        np.testing.assert_array_equal(jax.grad(lambda x: outer(x).sum())(jnp.ones((4, 2))), jnp.ones((4, 2)))
+    np.testing.assert_array_equal(jax.jit(outer)(jnp.ones((4, 2))), jnp.full((4, 2), 2.0))
+    model.array.value = jnp.zeros(2)
+    gc.collect()
+    assert array() is None
 
 
 @pytest.mark.parametrize("way", [nnx.eval_shape, lambda f: nnx.jit(f).eval_shape()])
